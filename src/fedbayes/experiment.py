@@ -37,7 +37,7 @@ class Data:
 class Partition:
     """Who gets what."""
 
-    scheme: Literal["iid", "shards", "dirichlet", "dirichlet-unequal", "step", "quantity", "column"] = "dirichlet"
+    scheme: str = "dirichlet"
     """iid; shards (k classes each, Fischer); dirichlet (equal sizes: Fischer, Loomis); dirichlet-unequal (NIID-Bench, FedBE); step (FedBE); quantity (sizes skewed, classes alike); column (natural clients)."""
     clients: int = 10
     """Number of clients (column: 0 takes as many as the column has values)."""
@@ -229,6 +229,18 @@ class Distill:
     """Steps per cycle (a snapshot at the end of each)."""
     swa_start: int = 500
     """constant: steps before the first snapshot; cyclical: likewise."""
+    draws: int = 1
+    """Monte-Carlo samples of each ensemble member whose weights have a distribution (or dropout)."""
+    momentum: float = 0.9
+    """Momentum of the distilling SGD."""
+    weight_decay: float = 1e-5
+    """Weight decay of the distilling SGD."""
+    reduction: Literal["batch", "batch-classes"] = "batch"
+    """KL(teacher | student) averaged over the examples (batch), or over examples x classes (released code: C times smaller)."""
+    released_scale: float = 0.1
+    """gaussian-released: factor on the standard deviation of the clients' directions."""
+    refresh_batchnorm: bool = True
+    """Whether batch-norm statistics of the averaged student are re-estimated on the server's inputs."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +269,8 @@ class Evaluation:
     """Whether the examples of a pass share one draw of the weights (per_pass) or not (per_example)."""
     bins: int = 15
     """Bins of the calibration error."""
+    select: Literal["nll", "accuracy"] = "nll"
+    """Validation metric that chooses the best round (never the test set)."""
     refresh_batchnorm: bool = False
     """Whether batch-norm statistics of the global model are re-estimated on the server's data before evaluation."""
 
