@@ -1,0 +1,300 @@
+"""Reading, checking and writing experiments: TOML files, built-in names, ``key=value`` overrides.
+
+Every mistake is found before any work is done and answered with one sentence that names the key, the file
+and the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import json
+import math
+import tomllib
+import typing
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import ConfigError, nearest
+from .experiment import Experiment
+
+# `fusion = "nwa"` and `--vary partition=iid` mean the field that names the section's choice.
+PRINCIPAL = {
+    "data": "name",
+    "partition": "scheme",
+    "model": "name",
+    "schedule": "name",
+    "fusion": "rule",
+    "sonar": "picture",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One configuration field: its dotted name, type, default and documentation."""
+
+    name: str
+    type: Any
+    default: Any
+    doc: str
+
+
+@functools.cache
+def keys() -> dict[str, Key]:
+    """Return every configuration field by dotted name (``rounds``, ``partition.alpha``, ...)."""
+    found: dict[str, Key] = {}
+    default = Experiment()
+    for field in dataclasses.fields(Experiment):
+        value = getattr(default, field.name)
+        if not dataclasses.is_dataclass(value):
+            found[field.name] = _key(field.name, Experiment, field.name, value)
+            continue
+        for inner in dataclasses.fields(value):
+            name = f"{field.name}.{inner.name}"
+            found[name] = _key(name, type(value), inner.name, getattr(value, inner.name))
+    return found
+
+
+def _key(name: str, cls: type, field: str, default: Any) -> Key:
+    return Key(name, typing.get_type_hints(cls)[field], default, _docs(cls).get(field, ""))
+
+
+@functools.cache
+def _docs(cls: type) -> dict[str, str]:
+    """Return the string literal that follows each field in the source of a dataclass."""
+    body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
+    docs = {}
+    for node, after in itertools.pairwise(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            docs[node.target.id] = str(after.value.value)  # type: ignore[union-attr]
+    return docs
+
+
+def builtin_names() -> list[str]:
+    """Return the names of the experiments that come with the package."""
+    folder = resources.files("fedbayes") / "experiments"
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+
+
+def read(name_or_file: str | Path) -> Experiment:
+    """Read an experiment by built-in name or from a TOML file (or the run directory that holds a ``config.toml``)."""
+    path = Path(name_or_file)
+    if path.is_dir() and (path / "config.toml").exists():
+        path = path / "config.toml"
+    if path.is_file():
+        return loads(path.read_text(encoding="utf-8"), source=str(path))
+    if str(name_or_file) in builtin_names():
+        text = (resources.files("fedbayes") / "experiments" / f"{name_or_file}.toml").read_text(encoding="utf-8")
+        return loads(text, source=f"built-in experiment {name_or_file}")
+    hint = nearest(str(name_or_file), builtin_names())
+    raise ConfigError(f"'{name_or_file}' is neither a TOML file nor a built-in experiment; {hint}")
+
+
+def loads(text: str, source: str = "configuration") -> Experiment:
+    """Parse TOML text into an experiment; ``source`` is named in errors."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source}: not valid TOML: {error}.") from None
+    return from_table(table, source)
+
+
+def from_table(table: Mapping[str, Any], source: str = "configuration") -> Experiment:
+    """Make an experiment of a nested table such as TOML gives; unknown keys and wrong types are refused."""
+    flat: dict[str, Any] = {}
+    sections = {f.name for f in dataclasses.fields(Experiment)} - {k for k in keys() if "." not in k}
+    for key, value in table.items():
+        if key in sections and isinstance(value, Mapping):
+            flat |= {f"{key}.{inner}": v for inner, v in value.items()}
+        else:
+            flat[key] = value
+    return override(Experiment(), flat, source)
+
+
+def override(base: Experiment, changes: Mapping[str, Any], source: str = "command line") -> Experiment:
+    """Return ``base`` with dotted keys replaced; values are typed (TOML, Python) or strings (command line)."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+        key = _find(name, source)
+        section, _, field = key.name.rpartition(".")
+        sections.setdefault(section, {})[field] = coerce(key, value, source)
+    top = sections.pop("", {})
+    for section, fields in sections.items():
+        top[section] = dataclasses.replace(getattr(base, section), **fields)
+    result = dataclasses.replace(base, **top)
+    check(result, source)
+    return result
+
+
+def _find(name: str, source: str) -> Key:
+    known = keys()
+    full = f"{name}.{PRINCIPAL[name]}" if name in PRINCIPAL else name
+    if full in known:
+        return known[full]
+    leaf = [k for k in known if k.rpartition(".")[2] == name]
+    hint = f"did you mean '{leaf[0]}'?" if leaf else nearest(full, known)
+    raise ConfigError(f"{source}: unknown key '{name}'; {hint}")
+
+
+def coerce(key: Key, value: Any, source: str) -> Any:
+    """Return ``value`` as the type of ``key``, or raise a sentence saying what would be right."""
+    if isinstance(value, Mapping):
+        inner = ", ".join(value) or "nothing"
+        raise ConfigError(f"{source}: '{key.name}' is a single value, not a table (found {inner}).")
+    try:
+        return _convert(key.type, value)
+    except (ValueError, TypeError):
+        raise ConfigError(f"{source}: '{key.name}' must be {_describe(key.type)}, not {value!r}.") from None
+
+
+def _convert(kind: Any, value: Any) -> Any:
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        if value in typing.get_args(kind):
+            return value
+        raise ValueError(value)
+    if origin is tuple:
+        inner = typing.get_args(kind)
+        items = _items(value)
+        if Ellipsis not in inner and len(items) != len(inner):
+            raise ValueError(value)
+        return tuple(_convert(inner[0], v) for v in items)
+    return _CONVERT[kind](value)
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        text = value.strip().strip("[]()")
+        return [v.strip().strip("'\"") for v in text.split(",") if v.strip()]
+    return list(value)
+
+
+def _to_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    return _WORDS[value.lower()] if isinstance(value, str) and value.lower() in _WORDS else _refuse(value)
+
+
+_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        _refuse(value)
+    return int(value)
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, bool):
+        _refuse(value)
+    number = float(value)
+    return number if math.isfinite(number) else _refuse(value)
+
+
+def _to_str(value: Any) -> str:
+    return value if isinstance(value, str) else _refuse(value)
+
+
+def _refuse(value: Any) -> typing.NoReturn:
+    raise ValueError(value)
+
+
+_CONVERT = {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str}
+
+
+def _describe(kind: Any) -> str:
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(str(a) for a in typing.get_args(kind))
+    if origin is tuple:
+        inner = typing.get_args(kind)
+        count = "a list" if Ellipsis in inner else f"a list of {len(inner)}"
+        return f"{count} of {_describe(inner[0]).removeprefix('a ').removeprefix('an ')}s"
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind]
+
+
+# Each row: keys, what holds for a possible value, and the words for it.
+_RANGES: list[tuple[str, typing.Callable[[Any], bool], str]] = [
+    ("rounds local.batch_size evaluation.every evaluation.samples evaluation.batch_size checkpoint_every "
+     "evaluation.bins objective.samples distill.batch_size partition.classes_per_client distill.swa_cycle "
+     "sonar.sample_rate sonar.sites sonar.recordings pretrain.patience", lambda v: v >= 1, "at least 1"),
+    ("seed partition.clients data.limit data.test_limit partition.minimum partition.minor_examples local.epochs_max "
+     "local.steps schedule.silent engine.lanes distill.samples distill.epochs distill.swa_start pretrain.epochs "
+     "model.width objective.kl_anneal local.momentum local.weight_decay local.clip_norm objective.l2 "
+     "objective.proximal objective.kl_weight privacy.clip privacy.noise fusion.max_update participation.deadline "
+     "fusion.server_momentum local.sigma_learning_rate sonar.low sonar.high", lambda v: v >= 0, "0 or more"),
+    ("local.learning_rate partition.alpha objective.prior_std model.sigma local.eps distill.learning_rate "
+     "distill.dirichlet_alpha distill.sharpen fusion.server_learning_rate sonar.seconds schedule.decay schedule.factor",
+     lambda v: v > 0, "greater than 0"),
+    ("participation.fraction participation.quorum", lambda v: 0 < v <= 1, "greater than 0 and at most 1"),
+    ("data.validation model.dropout pretrain.fraction distill.fraction sonar.overlap local.momentum "
+     "fusion.server_momentum", lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    ("privacy.delta", lambda v: 0 < v < 1, "between 0 and 1"),
+    ("local.betas", lambda v: all(0 <= b < 1 for b in v), "two numbers, each at least 0 and below 1"),
+    ("schedule.milestones", lambda v: all(0 < m < 1 for m in v), "shares of the rounds between 0 and 1"),
+    ("name", lambda v: v.strip() != "" and "/" not in v and not v.startswith("."), "a name without '/'"),
+]  # fmt: skip
+
+
+def check(experiment: Experiment, source: str = "configuration") -> None:
+    """Raise a sentence for the first value that cannot be; combinations included."""
+    for names, possible, words in _RANGES:
+        for name in names.split():
+            value = get(experiment, name)
+            if not possible(value):
+                raise ConfigError(f"{source}: '{name}' must be {words}, not {value!r}.")
+    e = experiment
+    if e.local.epochs < 1 and not e.local.steps and not e.local.epochs_max:
+        raise ConfigError(f"{source}: 'local.epochs' must be at least 1 (or give 'local.steps'), not {e.local.epochs}.")
+    if e.partition.scheme == "column" and not e.partition.column:
+        raise ConfigError(f"{source}: 'partition.column' must name a column when 'partition.scheme' is column.")
+    if e.partition.scheme != "column" and e.partition.clients < 1:
+        raise ConfigError(f"{source}: 'partition.clients' must be at least 1, not {e.partition.clients}.")
+    taken = e.data.validation + e.pretrain.fraction + (e.distill.fraction if e.distill.enabled and not e.distill.data else 0)
+    if taken >= 1:
+        raise ConfigError(
+            f"{source}: 'data.validation', 'pretrain.fraction' and 'distill.fraction' together take {taken:g} of the "
+            "training data; they must leave some to the clients (below 1)."
+        )
+
+
+def get(experiment: Experiment, name: str) -> Any:
+    """Return the value of a dotted key."""
+    value: Any = experiment
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def flatten(experiment: Experiment) -> dict[str, Any]:
+    """Return every value by dotted key."""
+    return {name: get(experiment, name) for name in keys()}
+
+
+def dumps(experiment: Experiment) -> str:
+    """Write an experiment as TOML, completely; ``loads`` gives the same experiment back."""
+    lines, section = [], ""
+    for name, value in flatten(experiment).items():
+        head, _, field = name.rpartition(".")
+        if head != section:
+            lines += ["", f"[{head}]"]
+            section = head
+        lines.append(f"{field} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return repr(value)
+
+

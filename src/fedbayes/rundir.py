@@ -1,0 +1,212 @@
+"""The directory of one run: what is written there, atomically, by one process at a time.
+
+``config.toml`` (resolved), ``metrics.jsonl`` (line by line), ``final.safetensors``, ``best.safetensors``,
+``checkpoint.safetensors`` (one file, replaced atomically), ``partition.json``, predictions and the report.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor
+
+from . import config
+from .errors import RunError
+from .experiment import Experiment
+
+FILES_OF_A_RUN = ("config.toml", "metrics.jsonl", "checkpoint.safetensors")
+
+
+def write_atomically(path: Path, blob: bytes) -> None:
+    """Write a file so that a reader, or a crash at any moment, sees the old content or the new, never a torn one."""
+    handle, partial = tempfile.mkstemp(prefix=path.name + ".", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as f:
+            f.write(blob)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        Path(partial).unlink(missing_ok=True)
+        if error.errno == errno.ENOSPC:
+            raise RunError(
+                f"{path}: the disk is full; the previous version of this file is whole. Free some space and continue "
+                "with --resume."
+            ) from None
+        raise
+
+
+class RunDirectory:
+    """One run's directory, held by this process alone while it is open.
+
+    ``resume=False`` refuses a directory that already holds a run (nothing is ever overwritten by accident);
+    ``resume=True`` continues one, and starts it when there is nothing to continue.
+    """
+
+    def __init__(self, path: str | Path, experiment: Experiment, *, resume: bool = False) -> None:
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = self._take_lock()
+        try:
+            self._open(experiment, resume)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_lock(self) -> Any:
+        handle = open(self.path / ".lock", "a+")  # noqa: SIM115 - held until close
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            handle.seek(0)
+            owner = handle.read().strip() or "unknown"
+            handle.close()
+            raise RunError(
+                f"{self.path} is in use by another process (pid {owner}); wait for it to end or choose another "
+                "directory with --out."
+            ) from None
+        handle.seek(0)
+        handle.truncate()
+        handle.write(str(os.getpid()))
+        handle.flush()
+        return handle
+
+    def _open(self, experiment: Experiment, resume: bool) -> None:
+        existing = [f for f in FILES_OF_A_RUN if (self.path / f).exists()]
+        if existing and not resume:
+            raise RunError(
+                f"{self.path} already holds a run ({', '.join(existing)}); continue it with --resume or choose another "
+                "directory with --out."
+            )
+        if "config.toml" in existing:
+            before = config.read(self.path / "config.toml")
+            changed = [
+                k
+                for k, v in config.flatten(before).items()
+                if config.get(experiment, k) != v and k not in ("rounds", "checkpoint_every", "name")
+            ]
+            if changed:
+                raise RunError(
+                    f"{self.path} holds a run with another configuration ({', '.join(changed)} differ); resume it "
+                    "unchanged or choose another directory with --out."
+                )
+        for leftover in self.path.glob("*.part"):
+            leftover.unlink()
+        write_atomically(self.path / "config.toml", config.dumps(experiment).encode())
+
+    def close(self) -> None:
+        """Release the directory."""
+        self._lock.close()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- metrics ---------------------------------------------------------------------------------------------
+
+    def log(self, event: Mapping[str, Any]) -> None:
+        """Append one event to ``metrics.jsonl``; it is on disk when this returns."""
+        line = json.dumps(_plain(event), allow_nan=False) + "\n"
+        with open(self.path / "metrics.jsonl", "ab") as f:
+            f.write(line.encode())
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events logged so far."""
+        return read_events(self.path)
+
+    def metrics_size(self) -> int:
+        """Return the length of ``metrics.jsonl`` in bytes (kept in the checkpoint)."""
+        file = self.path / "metrics.jsonl"
+        return file.stat().st_size if file.exists() else 0
+
+    def truncate_metrics(self, size: int) -> None:
+        """Drop what was logged after a checkpoint: those rounds are about to be run again."""
+        file = self.path / "metrics.jsonl"
+        if file.exists():
+            os.truncate(file, size)
+
+    # -- checkpoint ------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Replace the checkpoint: tensors by name and a JSON-able state, in one file."""
+        ready = {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
+        blob = to_bytes(ready, metadata={"state": json.dumps(_plain(state))})
+        write_atomically(self.path / "checkpoint.safetensors", blob)
+
+    def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return the checkpoint's tensors and state, or None where there is none yet."""
+        file = self.path / "checkpoint.safetensors"
+        if not file.exists():
+            return None
+        try:
+            with safe_open(str(file), framework="pt") as f:
+                tensors = {n: f.get_tensor(n) for n in f.keys()}  # noqa: SIM118 - not a dict
+                return tensors, json.loads(f.metadata()["state"])
+        except Exception as error:
+            raise RunError(
+                f"{file} cannot be read ({error}); remove it to start the run again from its beginning."
+            ) from None
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run directory's ``metrics.jsonl``; a torn last line (a crash) is left out."""
+    file = path / "metrics.jsonl"
+    if not file.exists():
+        return
+    with open(file, encoding="utf-8") as f:
+        for line in f:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                return
+
+
+def is_finished(path: Path) -> bool:
+    """Whether the run in ``path`` came to its end."""
+    return any(event["kind"] == "end" for event in read_events(path))
+
+
+def fresh_directory(root: Path, name: str) -> Path:
+    """Return ``root/NAME-001`` or the next number that is free."""
+    root.mkdir(parents=True, exist_ok=True)
+    for number in range(1, 100_000):
+        path = root / f"{name}-{number:03d}"
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
+    raise RunError(f"{root} holds too many runs named {name}; choose another directory with --out.")
+
+
+def remove(path: Path) -> None:
+    """Delete a run directory that holds nothing worth keeping (it never got past its preparation)."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _plain(value: Any) -> Any:
+    """Return JSON-able plain values; numbers that JSON cannot hold (NaN, infinities) become null."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, torch.Tensor):
+        return _plain(value.tolist())
+    if hasattr(value, "item") and not isinstance(value, (str, bytes)):
+        return _plain(value.item())
+    if isinstance(value, float) and not (abs(value) < float("inf")):
+        return None
+    return value
