@@ -1,0 +1,133 @@
+"""Per-input uncertainty from M sampled predictions: entropy, Kwon's decomposition, mutual information, variance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ._checks import UncertaintyError, as_probabilities, check_values, chunks, raise_for_values, working_type
+
+UNCERTAINTIES = ("entropy", "aleatoric", "epistemic", "mutual_information")
+"""The names by which inputs can be ranked from sure to unsure."""
+
+
+def predictive_mean(probabilities: Any) -> Tensor:
+    """Mean over the M samples, (N, C), in float64: the prediction of a Bayesian network.
+
+    Taken about the first sample, so that M equal samples give exactly that sample.
+    """
+    p = as_probabilities(probabilities)
+    return torch.cat([_mean_and_deltas(_load(p, s))[0] for s in chunks(p)])
+
+
+def per_example(probabilities: Any) -> dict[str, Tensor]:
+    """Everything known of each input, as tensors of length N on the device of ``probabilities`` (M, N, C).
+
+    - ``prediction``: the class of highest mean probability (the first one of equals); ``confidence``: that probability
+    - ``entropy``: normalised predictive entropy in [0, 1], -sum p log p / log C (Fischer eq. 8)
+    - ``aleatoric``: trace of Kwon's aleatoric covariance, mean over samples of 1 - |p_m|^2 (Fischer eq. 9, left)
+    - ``epistemic``: trace of Kwon's epistemic covariance, mean of |p_m - mean|^2 (eq. 9, right); 0 when M = 1
+    - ``mutual_information``: H(mean) - mean H(p_m) in nats, computed as the mean KL(p_m || mean), never negative
+    - ``predictive_variance``: as Loomis reports it (see ``predictive_variance``)
+
+    aleatoric + epistemic = 1 - |mean|^2, the variance of a one-hot draw from the mean prediction.
+    """
+    p = as_probabilities(probabilities)
+    parts = [_per_example(p, s) for s in chunks(p)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0] if name != "mean"}
+
+
+def covariances(probabilities: Any) -> tuple[Tensor, Tensor]:
+    """Kwon's aleatoric and epistemic covariance matrices (Fischer eq. 9), each (N, C, C), in float64.
+
+    Memory grows with N C²; for the traces use ``per_example``.
+    """
+    p = as_probabilities(probabilities)
+    aleatoric, epistemic = [], []
+    for s in chunks(p):
+        q = _load(p, s)
+        _, deltas = _mean_and_deltas(q)
+        epistemic.append(torch.einsum("mnc,mnd->ncd", deltas, deltas) / len(q))
+        second = torch.einsum("mnc,mnd->ncd", q, q) / len(q)
+        aleatoric.append(torch.diag_embed(q.mean(0)) - second)
+    return torch.cat(aleatoric), torch.cat(epistemic)
+
+
+def entropy(mean: Tensor) -> Tensor:
+    """Normalised entropy of each row of (..., C): 0 for a certain class, 1 for all classes alike (Fischer eq. 8)."""
+    classes = mean.shape[-1]
+    if classes == 1:
+        return torch.zeros_like(mean[..., 0])
+    return (-torch.special.xlogy(mean, mean).sum(-1) / math.log(classes)).clamp(0, 1)
+
+
+def predictive_variance(probabilities: Any, reading: Literal["sum", "mean", "predicted"] = "sum") -> Tensor:
+    """Variance of the M predictions for each input, (N,): the thesis's "variance, a measure of epistemic uncertainty".
+
+    Loomis (2023, ch. 3 and Tables 4.1-4.5) prints no formula. It is 0 for a deterministic network, so it is the
+    variance over the samples (divided by M) of the class probabilities; whether these are summed over the classes
+    (``sum``: its 0.03-0.09 is the size of that sum, and it equals the trace of Kwon's epistemic matrix), averaged
+    (``mean``), or taken of the predicted class alone (``predicted``) is a reading.
+    """
+    p = as_probabilities(probabilities)
+    if reading not in ("sum", "mean", "predicted"):
+        raise UncertaintyError(f"reading '{reading}' of the predictive variance is unknown; sum, mean, predicted are.")
+    out = []
+    for s in chunks(p):
+        mean, deltas = _mean_and_deltas(_load(p, s))
+        variance = (deltas**2).mean(0)
+        if reading == "sum":
+            out.append(variance.sum(-1))
+        elif reading == "mean":
+            out.append(variance.mean(-1))
+        else:
+            out.append(variance.gather(-1, first_argmax(mean)[:, None])[:, 0])
+    return torch.cat(out)
+
+
+def first_argmax(rows: Tensor) -> Tensor:
+    """Index of the largest entry of each row, the first one of equals (torch.argmax promises no order on a GPU)."""
+    index = torch.arange(rows.shape[-1], device=rows.device)
+    return torch.where(rows == rows.amax(-1, keepdim=True), index, rows.shape[-1]).amin(-1)
+
+
+def ranking_scores(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The entries of ``per_example`` by which inputs are ranked from sure to unsure, in the usual order."""
+    return {name: values[name] for name in UNCERTAINTIES}
+
+
+def _load(p: Tensor, s: slice) -> Tensor:
+    """Return a chunk in working precision, checked to be probabilities."""
+    part = p[:, s].to(working_type(p.device))
+    if not bool(check_values(part, s.start)):
+        raise_for_values(part, s.start)
+    return part.clamp(0, 1)
+
+
+def _mean_and_deltas(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean over samples and deviations from it, both exact when all samples are equal."""
+    about = q - q[0]
+    shift = about.mean(0)
+    return q[0] + shift, about - shift
+
+
+def _per_example(p: Tensor, s: slice) -> dict[str, Tensor]:
+    q = _load(p, s)
+    mean, deltas = _mean_and_deltas(q)
+    epistemic = (deltas**2).mean(0).sum(-1)
+    information = (torch.special.xlogy(q, q) - torch.special.xlogy(q, mean)).sum(-1).mean(0)
+    prediction = first_argmax(mean)
+    return {
+        "mean": mean,
+        "prediction": prediction,
+        "confidence": mean.gather(-1, prediction[:, None])[:, 0],
+        "entropy": entropy(mean),
+        "aleatoric": (q.sum(-1) - (q**2).sum(-1)).mean(0).clamp(min=0),
+        "epistemic": epistemic,
+        "mutual_information": information.clamp(min=0),
+        "predictive_variance": epistemic,
+    }
