@@ -62,7 +62,7 @@ def chunks(p: Tensor) -> list[slice]:
     return [slice(i, min(i + step, p.shape[1])) for i in range(0, p.shape[1], step)]
 
 
-def check_values(part: Tensor, first_example: int) -> Tensor:
+def check_values(part: Tensor) -> Tensor:
     """Return a scalar that is true when a chunk in working precision holds probabilities; no host synchronisation."""
     low, high = torch.aminmax(part)
     off = (part.sum(-1) - 1).abs().max()

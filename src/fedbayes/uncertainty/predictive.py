@@ -103,7 +103,7 @@ def ranking_scores(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _load(p: Tensor, s: slice) -> Tensor:
     """Return a chunk in working precision, checked to be probabilities."""
     part = p[:, s].to(working_type(p.device))
-    if not bool(check_values(part, s.start)):
+    if not bool(check_values(part)):
         raise_for_values(part, s.start)
     return part.clamp(0, 1)
 

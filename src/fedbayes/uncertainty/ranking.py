@@ -80,11 +80,7 @@ def _share_caught(caught: Tensor, others: Tensor, share: float) -> float:
     descending = caught.sort(descending=True).values
     # the smallest count k with k / n >= share; the tolerance undoes 0.95 * 20 = 18.999999999999996
     need = max(1, int(torch.ceil(torch.tensor(share * len(caught) - 1e-9, dtype=torch.float64))))
-    return float(
-        (others >= descending[need - 1]).double().mean()
-        if others.device.type != "mps"
-        else (others >= descending[need - 1]).float().mean()
-    )
+    return float((others >= descending[need - 1]).to(others.dtype).mean())
 
 
 def _average_precision(s: Tensor, pos: Tensor) -> float:
