@@ -1,0 +1,89 @@
+"""``Examples`` and ``Dataset``: the two values every source gives and everything else takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+
+GROUP_COLUMN = "recording"
+"""Examples that share a value of this column were cut from one recording: they are never parted by any split."""
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Inputs with their labels, and what is known about each: the hospital, the recording, the site.
+
+    ``inputs`` are uint8 images (N, C, H, W), or floats: tables (N, features), pictures (N, C, H, W) or
+    waveforms (N, C, samples). ``labels`` are int64. ``columns`` holds one array of length N per name.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", {name: np.asarray(values) for name, values in self.columns.items()})
+        lengths = {"inputs": len(self.inputs), "labels": len(self.labels)}
+        lengths |= {f"column '{name}'": len(values) for name, values in self.columns.items()}
+        if len(set(lengths.values())) > 1:
+            counts = ", ".join(f"{name} {n}" for name, n in lengths.items())
+            raise DataError(
+                f"examples disagree in number ({counts}); each input needs one label and one of every column."
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, indices: np.ndarray | Tensor | Sequence[int]) -> Examples:
+        """Return the examples at these positions, in this order."""
+        chosen = torch.as_tensor(np.asarray(indices) if not isinstance(indices, Tensor) else indices, dtype=torch.int64)
+        host = chosen.cpu().numpy()
+        chosen = chosen.to(self.inputs.device)
+        return Examples(
+            self.inputs[chosen], self.labels[chosen], {name: values[host] for name, values in self.columns.items()}
+        )
+
+    def to(self, device: torch.device | str) -> Examples:
+        """Return the same examples with inputs and labels on another device (columns stay on the host)."""
+        return Examples(self.inputs.to(device), self.labels.to(device), self.columns)
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A learning task: what is trained on, what is judged on, and what the classes are called.
+
+    ``unlabelled`` holds inputs without usable labels (for a server that distils), ``ood`` named sets of
+    out-of-distribution examples, and ``notes`` one or more sentences on where the data come from and what
+    was done to them.
+    """
+
+    name: str
+    train: Examples
+    test: Examples
+    classes: tuple[str, ...]
+    unlabelled: Examples | None = None
+    ood: Mapping[str, Examples] = field(default_factory=dict)
+    notes: str = ""
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one input: (channels, height, width), (channels, samples) or (features,)."""
+        return tuple(self.train.inputs.shape[1:])
+
+    def to(self, device: torch.device | str) -> Dataset:
+        """Return the same data set with every tensor on another device."""
+        return Dataset(
+            self.name,
+            self.train.to(device),
+            self.test.to(device),
+            self.classes,
+            None if self.unlabelled is None else self.unlabelled.to(device),
+            {name: examples.to(device) for name, examples in self.ood.items()},
+            self.notes,
+        )
