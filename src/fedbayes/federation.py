@@ -1,0 +1,459 @@
+"""``Federation``: the round loop. It knows what to ask of clients and what to do with their answers, not where they are.
+
+One round: choose clients, send the global posterior, collect updates, check, weigh, fuse, distil if asked, evaluate,
+log, checkpoint. ``begin``, ``absorb`` and ``end`` are the three steps of a round, so that several federations can share
+one launch of a cohort (``run_together``).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .cohort import Assignment, Cohort, Update
+from .errors import PosteriorError, RunError
+from .experiment import Experiment
+from .fusion import Accumulator, ClientWeighting, CollapseWatch, Rule, get_rule, get_weighting
+from .objective import kl_divisor
+from .posterior import Posterior
+from .rundir import RunDirectory
+from .seeds import numpy_rng
+from .server import server_step
+
+Event = dict[str, Any]
+
+
+class Judge(Protocol):
+    """What evaluates a posterior; ``fedbayes.evaluation.Evaluator`` is the usual one."""
+
+    def __call__(self, posterior: Posterior, round: int, model: str = "global") -> list[Event]:
+        """Return one ``evaluation`` event per split."""
+        ...
+
+
+class Distiller(Protocol):
+    """What turns a round's fused posterior and client models into a better one (FedBE)."""
+
+    def __call__(
+        self, fused: Posterior, clients: Mapping[int, Posterior], weights: Mapping[int, float],
+        previous: Posterior, round: int,
+    ) -> tuple[Posterior, list[Event]]:
+        """Return the distilled posterior and events to log (ensembles evaluated on the way)."""
+        ...  # fmt: skip
+
+
+def learning_rate(experiment: Experiment, round: int) -> float:
+    """Return the learning rate of a round (counted from 1).
+
+    exponential (Fischer 2024, Loomis 2023): constant for ``silent`` rounds, then multiplied every round. The paper's
+    "factor .04" is read as exp(-0.04) (``exp``), 1 - 0.04 (``keep``) or, literally, 0.04 (``literal``: cannot train).
+    step (FedBE): multiplied by ``factor`` once each milestone's share of the rounds has passed.
+    """
+    s, base = experiment.schedule, experiment.local.learning_rate
+    if s.name == "exponential":
+        factor = {"exp": math.exp(-s.decay), "keep": 1 - s.decay, "literal": s.decay}[s.reading]
+        return base * factor ** max(0, round - s.silent)
+    if s.name == "step":
+        passed = sum(round - 1 >= m * experiment.rounds for m in s.milestones)
+        return base * s.factor**passed
+    return base
+
+
+def choose_clients(experiment: Experiment, sizes: Mapping[int, int], round: int) -> list[int]:
+    """Draw the round's clients: the asked fraction (at least one) of those that hold data, without replacement."""
+    able = sorted(c for c, n in sizes.items() if n > 0)
+    if not able:
+        raise RunError("no client holds any data; check the partition.")
+    count = max(1, round_half_up(experiment.participation.fraction * len(able)))
+    if count == len(able):
+        return able
+    chosen = numpy_rng(experiment.seed, "sample", round).choice(len(able), size=count, replace=False)
+    return sorted(able[i] for i in chosen)
+
+
+def round_half_up(value: float) -> int:
+    """Round to the nearest whole number, halves up (Python's ``round`` takes 2.5 to 2)."""
+    return math.floor(value + 0.5)
+
+
+@dataclass
+class Best:
+    """The best round so far, judged on validation data only."""
+
+    round: int = 0
+    score: float = math.inf
+    posterior: Posterior | None = None
+
+
+@dataclass
+class _Round:
+    """What one round gathers between ``begin`` and ``end``."""
+
+    number: int
+    clients: list[int]
+    started: float
+    accumulator: Accumulator
+    weights: dict[int, float] = field(default_factory=dict)
+    held: dict[int, Posterior] = field(default_factory=dict)
+    arrived: dict[int, Update] = field(default_factory=dict)
+    refused: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Federation:
+    """One federated experiment over a cohort of clients.
+
+    ``judge`` evaluates (None: never), ``directory`` keeps files (None: nothing is written), ``distiller`` is FedBE's
+    step, ``listeners`` are called with every event as it is logged. ``run`` is this federation's number in a shared
+    launch. ``posterior`` is the global posterior; ``history`` holds every event of this process.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        start: Posterior,
+        cohort: Cohort,
+        *,
+        judge: Judge | None = None,
+        directory: RunDirectory | None = None,
+        distiller: Distiller | None = None,
+        listeners: Sequence[Callable[[Event], None]] = (),
+        run: int = 0,
+    ) -> None:
+        self.experiment, self.cohort, self.judge, self.directory = experiment, cohort, judge, directory
+        self.distiller, self.listeners, self.run_number = distiller, list(listeners), run
+        self.posterior = start
+        self.round = 0
+        self.best = Best()
+        self.history: list[Event] = []
+        self.rule: Rule = get_rule(experiment.fusion.rule, **options(experiment))
+        self.weighting: ClientWeighting = get_weighting(experiment.fusion.weighting)
+        self._collapse = CollapseWatch()
+        self._velocity: dict[str, Tensor] = {}
+        self._seconds = 0.0
+        self._current: _Round | None = None
+
+    # -- one round -------------------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        """Whether every round has been run."""
+        return self.round >= self.experiment.rounds
+
+    def begin(self) -> list[Assignment]:
+        """Start the next round: choose its clients and return what each has to do."""
+        number = self.round + 1
+        sizes = self.cohort.sizes(self.run_number)
+        clients = choose_clients(self.experiment, sizes, number)
+        current = _Round(number, clients, time.perf_counter(), self._accumulator())
+        if not self._holds_updates:
+            current.weights = self.weighting(sizes={c: sizes[c] for c in clients})
+        self._current = current
+        return [self._assignment(client, number, sizes) for client in clients]
+
+    def _accumulator(self) -> Accumulator:
+        return Accumulator(self.rule, reference=self.posterior, previous=self.posterior)
+
+    def _assignment(self, client: int, number: int, sizes: Mapping[int, int]) -> Assignment:
+        e = self.experiment
+        anneal = min(1.0, number / e.objective.kl_anneal) if e.objective.kl_anneal else 1.0
+        epochs = e.local.epochs
+        if e.local.epochs_max:
+            epochs = int(numpy_rng(e.seed, "epochs", number, client).integers(1, e.local.epochs_max + 1))
+        return Assignment(
+            client=client,
+            round=number,
+            start=self.posterior,
+            seed=e.seed,
+            learning_rate=learning_rate(e, number),
+            epochs=epochs,
+            steps=e.local.steps,
+            divisor=kl_divisor(e.objective.kl_scale, sizes[client], sum(sizes.values()), len(sizes)),
+            kl_weight=e.objective.kl_weight * anneal,
+            prior_std=e.objective.prior_std,
+            prior=self.posterior if e.objective.prior == "previous" else None,
+            l2=e.objective.l2,
+            proximal=e.objective.proximal,
+            run=self.run_number,
+        )
+
+    @property
+    def _holds_updates(self) -> bool:
+        """Whether the round must keep every client's posterior: a weighting, check or distillation that compares them."""
+        return self.weighting.needs_posteriors or self.distiller is not None or self.experiment.fusion.max_update > 0
+
+    def absorb(self, update: Update) -> None:
+        """Take one client's update: checked, then added to the round's total (or held, where that is needed)."""
+        current = self._open_round()
+        if update.round != current.number or update.client not in current.clients:
+            return self._refuse(update.client, "", f"the update is for round {update.round}, not {current.number}")
+        if update.client in current.arrived:
+            return None  # a message delivered twice counts once
+        try:
+            current.accumulator.check(update.posterior, client=update.client)
+            if self._holds_updates:
+                current.held[update.client] = update.posterior
+            else:
+                current.accumulator.absorb(
+                    update.posterior, current.weights[update.client], client=update.client, checked=True
+                )
+        except PosteriorError as error:
+            return self._refuse(update.client, error.tensor, error.reason)
+        current.arrived[update.client] = _without_posterior(update)
+        return None
+
+    def _refuse(self, client: int, tensor: str, reason: str) -> None:
+        current = self._open_round()
+        if self.experiment.fusion.on_bad_client == "stop":
+            raise RunError(
+                f"round {current.number}: client {client}'s update cannot be used ({tensor or 'update'}: {reason}); "
+                "set 'fusion.on_bad_client' to refuse to go on without it."
+            )
+        current.refused.append({"client": client, "tensor": tensor, "reason": reason})
+
+    def _open_round(self) -> _Round:
+        if self._current is None:
+            raise RunError("no round has begun: call begin() first.")
+        return self._current
+
+    def end(self) -> None:
+        """Finish the round: fuse what arrived, distil, evaluate, log, checkpoint."""
+        current = self._open_round()
+        self._screen_moves(current)
+        self._check_quorum(current)
+        if self._holds_updates:
+            self._fuse_held(current)
+        fused = current.accumulator.conclude()
+        previous, posterior = self.posterior, fused.posterior
+        f = self.experiment.fusion
+        posterior, self._velocity = server_step(
+            previous, posterior, self._velocity, f.server_learning_rate, f.server_momentum
+        )
+        events: list[Event] = []
+        if self.distiller is not None:
+            posterior, events = self.distiller(posterior, current.held, current.weights, previous, current.number)
+        self.posterior, self.round, self._current = posterior, current.number, None
+        self._seconds += time.perf_counter() - current.started
+        self._log(self._round_event(current, fused.record))
+        for event in events:
+            self._log(event)
+        if note := self._collapse.observe(fused.record):
+            self._log({"kind": "note", "round": self.round, "text": note})
+        self._evaluate()
+        self._checkpoint()
+
+    def _screen_moves(self, current: _Round) -> None:
+        """Refuse clients whose mean moved farther than ``max_update`` times the median client's move."""
+        limit = self.experiment.fusion.max_update
+        if not limit or len(current.held) < 3:
+            return
+        moves = {c: move(p, self.posterior) for c, p in current.held.items()}
+        median = sorted(moves.values())[len(moves) // 2]
+        for client in [c for c, m in moves.items() if m > limit * median]:
+            del current.held[client], current.arrived[client]
+            ratio = moves[client] / max(median, 1e-300)
+            self._refuse(client, "", f"its mean moved {ratio:.3g} times as far as the median client's (limit {limit:g})")
+
+    def _check_quorum(self, current: _Round) -> None:
+        needed = max(1, math.ceil(self.experiment.participation.quorum * len(current.clients) - 1e-9))
+        missing = sorted(set(current.clients) - set(current.arrived))
+        if not current.arrived or (missing and len(current.arrived) + len(current.refused) < needed):
+            reasons = "; ".join(f"client {r['client']}: {r['tensor']} {r['reason']}" for r in current.refused)
+            raise RunError(
+                f"round {current.number}: {len(current.arrived)} of {len(current.clients)} clients gave a usable update, "
+                f"{needed} are needed ('participation.quorum'); missing: {missing[:20]}"
+                + (f"; refused: {reasons}." if reasons else ".")
+            )
+
+    def _fuse_held(self, current: _Round) -> None:
+        held = dict(sorted(current.held.items()))
+        sizes = {c: current.arrived[c].examples for c in held}
+        current.weights = self.weighting(sizes=sizes, posteriors=held, previous=self.posterior)
+        for client, posterior in held.items():
+            current.accumulator.absorb(posterior, current.weights[client], client=client, checked=True)
+
+    def _round_event(self, current: _Round, record: Mapping[str, Any]) -> Event:
+        updates = [current.arrived[c] for c in sorted(current.arrived)]
+        examples = sum(u.examples for u in updates)
+        names = sorted({name for u in updates for name in u.metrics} & {"loss", "nll", "kl"})
+        train = {n: sum(u.metrics.get(n, math.nan) * u.examples for u in updates) / examples for n in names}
+        total = sum(current.weights[u.client] for u in updates)
+        statistics = dict(self.cohort.statistics())
+        return {
+            "kind": "round",
+            "round": current.number,
+            "seconds": time.perf_counter() - current.started,
+            "learning_rate": learning_rate(self.experiment, current.number),
+            "clients": [u.client for u in updates],
+            "examples": examples,
+            "train": train,
+            "fusion": {
+                "rule": self.rule.name,
+                "weighting": self.experiment.fusion.weighting,
+                "weights": {str(u.client): current.weights[u.client] / total for u in updates},
+                "refused": current.refused,
+                **record,
+            },
+            "bytes": statistics.pop("bytes", None),
+            "engine": statistics,
+        }
+
+    def _evaluate(self) -> None:
+        e = self.experiment.evaluation
+        if self.judge is None or (self.round % e.every and not self.finished):
+            return
+        for event in self.judge(self.posterior, self.round):
+            self._log(event)
+            if event["split"] == "validation":
+                value = event["metrics"][e.select]
+                score = -value if e.select == "accuracy" else value
+                if score < self.best.score:
+                    self.best = Best(self.round, score, self.posterior)
+                    self._save("best.safetensors", self.posterior)
+
+    # -- the whole run ---------------------------------------------------------------------------------------
+
+    def run(self) -> Posterior:
+        """Run the rounds that are left and return the final global posterior."""
+        run_together([self])
+        return self.posterior
+
+    def start(self, about: Mapping[str, Any]) -> None:
+        """Log the start of the run, once; what ``about`` says stands in the ``start`` event."""
+        if self.round == 0:
+            self._log({"kind": "start", "schema": 1, **about})
+
+    def finish(self) -> None:
+        """Write the final posterior and the ``end`` event."""
+        best = self.best.round or self.round
+        self._save("final.safetensors", self.posterior)
+        if self.best.posterior is None:
+            self._save("best.safetensors", self.posterior)
+        self._log({"kind": "end", "rounds": self.round, "best_round": best, "seconds": self._seconds})
+
+    def _save(self, name: str, posterior: Posterior) -> None:
+        if self.directory is not None:
+            about = {"round": str(self.round), "experiment": self.experiment.name}
+            posterior.save(self.directory.path / name, about)
+
+    def _log(self, event: Event) -> None:
+        self.history.append(event)
+        if self.directory is not None:
+            self.directory.log(event)
+        for listener in self.listeners:
+            listener(event)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def _checkpoint(self) -> None:
+        if self.directory is None or (self.round % self.experiment.checkpoint_every and not self.finished):
+            return
+        state = {
+            "round": self.round,
+            "seconds": self._seconds,
+            "metrics_size": self.directory.metrics_size(),
+            "best": {"round": self.best.round, "score": self.best.score if self.best.round else None},
+            "collapse": self._collapse.state(),
+            "global": self.posterior,
+            "best_posterior": self.best.posterior,
+            "velocity": self._velocity,
+            "cohort": self.cohort.state(),
+        }
+        self.directory.save_checkpoint(*pack(state))
+
+    def restore(self) -> bool:
+        """Continue from the directory's checkpoint; False where there is none (the run starts at its beginning)."""
+        loaded = self.directory.load_checkpoint() if self.directory is not None else None
+        if loaded is None:
+            if self.directory is not None:
+                self.directory.truncate_metrics(0)
+            return False
+        state = unpack(*loaded)
+        self.round, self._seconds, self.posterior = state["round"], state["seconds"], state["global"]
+        score = state["best"]["score"]
+        self.best = Best(state["best"]["round"], math.inf if score is None else score, state["best_posterior"])
+        self._collapse.restore(state["collapse"])
+        self._velocity = state["velocity"]
+        self.cohort.restore(state["cohort"])
+        if self.directory is not None:
+            self.directory.truncate_metrics(state["metrics_size"])
+        return True
+
+
+def run_together(federations: Sequence[Federation]) -> None:
+    """Run several federations that share one cohort, round by round, their clients trained in one launch.
+
+    Each keeps its own server state, files and round number; one that is done drops out. A lone federation is the
+    plain round loop.
+    """
+    while active := [f for f in federations if not f.finished]:
+        by_run = {f.run_number: f for f in active}
+        assignments = [a for f in active for a in f.begin()]
+        for update in active[0].cohort.train(assignments):
+            by_run[update.run].absorb(update)
+        for federation in active:
+            federation.end()
+
+
+def options(experiment: Experiment) -> dict[str, str]:
+    """Return the fusion rule's options (``name=value``) as a dictionary."""
+    pairs = (item.partition("=") for item in experiment.fusion.options)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def move(posterior: Posterior, previous: Posterior) -> float:
+    """Return the Euclidean length of the step from one posterior's means and float points to another's."""
+    total = sum(float((g.mean.double() - previous.gaussians[n].mean.double()).square().sum()) for n, g in posterior.gaussians.items())
+    total += sum(
+        float((t.double() - previous.points[n].double()).square().sum())
+        for n, t in posterior.points.items()
+        if t.is_floating_point() and "running_" not in n
+    )
+    return math.sqrt(total)
+
+
+def _without_posterior(update: Update) -> Update:
+    """Drop the tensors of an update that has been added to the total: the server's memory must not grow with clients."""
+    return Update(update.client, update.round, Posterior(), update.examples, update.metrics, update.run)
+
+
+# -- nested state <-> flat tensors and JSON: what a checkpoint file can hold -------------------------------------
+
+
+def pack(value: Any) -> tuple[dict[str, Tensor], Any]:
+    """Split nested state into named tensors and a JSON-able rest that says where they belong."""
+    tensors: dict[str, Tensor] = {}
+
+    def walk(node: Any, path: str) -> Any:
+        if isinstance(node, Tensor):
+            tensors[path] = node
+            return {"__tensor__": path}
+        if isinstance(node, Posterior):
+            gaussians = {n: [g.mean, g.variance] for n, g in node.gaussians.items()}
+            return {"__posterior__": walk({"g": gaussians, "p": dict(node.points)}, path)}
+        if isinstance(node, Mapping):
+            return {"__items__": [[k, walk(v, f"{path}/{k}")] for k, v in node.items()]}
+        if isinstance(node, (list, tuple)):
+            return [walk(v, f"{path}/{i}") for i, v in enumerate(node)]
+        return node
+
+    rest = walk(value, "")
+    return tensors, rest
+
+
+def unpack(tensors: Mapping[str, Tensor], rest: Any) -> Any:
+    """Put back together what ``pack`` split."""
+    if isinstance(rest, list):
+        return [unpack(tensors, v) for v in rest]
+    if not isinstance(rest, Mapping):
+        return rest
+    if "__tensor__" in rest:
+        return tensors[rest["__tensor__"]]
+    if "__posterior__" in rest:
+        inner = unpack(tensors, rest["__posterior__"])
+        return Posterior({n: tuple(g) for n, g in inner["g"].items()}, inner["p"])  # type: ignore[arg-type]
+    return {(tuple(k) if isinstance(k, list) else k): unpack(tensors, v) for k, v in rest["__items__"]}

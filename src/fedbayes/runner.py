@@ -1,0 +1,394 @@
+"""From an experiment to its result: prepare data, network and clients; run the federation; leave a run directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from . import config, seeds
+from .cohort import Assignment, Cohort
+from .data import Dataset, Examples, Transform, hold_out, load, make_transform, partition, split_validation
+from .engine import LocalCohort, resolve_device
+from .errors import ConfigError, RunError
+from .evaluation import Evaluator
+from .experiment import Experiment
+from .federation import Event, Federation, options, run_together
+from .fusion import get_rule, get_weighting
+from .nn import build_for, to_posterior
+from .objective import kl_divisor
+from .posterior import Posterior
+from .rundir import RunDirectory, fresh_directory, write_atomically
+
+DEFAULT_ROOT = Path("runs")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An experiment made ready: who holds what, the network, its first posterior."""
+
+    experiment: Experiment
+    dataset: Dataset
+    shards: list[np.ndarray]  # indices into dataset.train, one array a client
+    validation: np.ndarray  # indices into dataset.train kept by the server
+    server: np.ndarray  # likewise, for pre-training
+    unlabelled: Examples | None  # the server's inputs for distillation
+    model: nn.Module
+    start: Posterior
+    transform: Transform
+
+    def splits(self) -> dict[str, Examples]:
+        """Return what the server evaluates on."""
+        found = {"test": self.dataset.test}
+        if len(self.validation):
+            found = {"validation": self.dataset.train.take(self.validation), **found}
+        return found | {f"ood:{name}": examples for name, examples in self.dataset.ood.items()}
+
+    def client_name(self, client: int) -> str:
+        """Return the natural name of a client (its hospital, its site) or its number."""
+        column = self.experiment.partition.column
+        if self.experiment.partition.scheme == "column" and len(self.shards[client]):
+            return str(self.dataset.train.columns[column][self.shards[client][0]])
+        return f"client {client}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gives back: its directory (None when nothing was written), final posterior, events and setup."""
+
+    setup: Setup
+    posterior: Posterior
+    best: Posterior
+    best_round: int
+    events: list[Event]
+    path: Path | None = None
+
+    def metrics(self, split: str = "test", model: str = "global") -> dict[str, float]:
+        """Return the metrics of a split at the best round (chosen on validation; the last where there is none)."""
+        return metrics_of(self.events, split, model)
+
+
+def metrics_of(events: Sequence[Mapping[str, Any]], split: str = "test", model: str = "global") -> dict[str, float]:
+    """Return a split's metrics at the best round named by the ``end`` event, or at the last evaluated round."""
+    best = next((e["best_round"] for e in reversed(events) if e["kind"] == "end"), None)
+    found = [e for e in events if e["kind"] == "evaluation" and e["split"] == split and e["model"] == model]
+    at_best = [e for e in found if e["round"] == best]
+    return dict((at_best or found)[-1]["metrics"]) if found else {}
+
+
+def prepare(
+    experiment: Experiment,
+    *,
+    data_dir: str | Path | None = None,
+    dataset: Dataset | None = None,
+    model: nn.Module | None = None,
+) -> Setup:
+    """Load the data, share it out, build the network; every impossible request is refused here, before any work.
+
+    ``dataset`` and ``model`` replace what the experiment names: your own arrays, your own ``nn.Module`` (made
+    Bayesian beforehand with ``fedbayes.nn.bayesianize``, or left as it is).
+    """
+    get_rule(experiment.fusion.rule, **options(experiment))
+    get_weighting(experiment.fusion.weighting)
+    if dataset is None:
+        dataset = load(experiment.data, sonar=experiment.sonar, data_dir=data_dir, seed=experiment.seed)
+    rest, validation, server, distilled = _server_shares(experiment, dataset)
+    parts = partition(experiment.partition, dataset.train.take(rest), experiment.seed)
+    shards = [rest[np.asarray(p, dtype=np.int64)] for p in parts]
+    if model is None:
+        model = build_for(experiment, len(dataset.classes), tuple(dataset.train.inputs.shape[1:]))
+    transform = make_transform(experiment.data, dataset.train, shards, dataset.test)
+    return Setup(
+        experiment, dataset, shards, validation, server,
+        _unlabelled(experiment, dataset, distilled, data_dir), model, to_posterior(state_of(model)), transform,
+    )  # fmt: skip
+
+
+def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a detached copy of a module's parameters and buffers by name."""
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {n: t.detach().clone() for n, t in tensors.items()}
+
+
+def _server_shares(e: Experiment, dataset: Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Split the training set: the clients' rest, the server's validation, pre-training and distillation parts."""
+    rest = np.arange(len(dataset.train))
+    nothing = np.empty(0, dtype=np.int64)
+    group = "recording" if "recording" in dataset.train.columns else None
+    validation = server = distilled = nothing
+    if e.data.validation:
+        kept, validation = split_validation(dataset.train, e.data.validation, e.seed, group=group)
+        rest = kept
+    total = len(dataset.train)
+    if e.pretrain.fraction:
+        kept, taken = hold_out(dataset.train.take(rest), e.pretrain.fraction * total / len(rest), e.seed)
+        rest, server = rest[kept], rest[taken]
+    if e.distill.enabled and not e.distill.data:
+        kept, taken = hold_out(dataset.train.take(rest), e.distill.fraction * total / len(rest), e.seed + 1)
+        rest, distilled = rest[kept], rest[taken]
+    return rest, validation, server, distilled
+
+
+def _unlabelled(e: Experiment, dataset: Dataset, held: np.ndarray, data_dir: Any) -> Examples | None:
+    if not e.distill.enabled:
+        return None
+    if not e.distill.data:
+        return dataset.train.take(held)
+    other = load(dataclasses.replace(e.data, name=e.distill.data, ood="", exclude_classes=(), limit=0, test_limit=0),
+                 data_dir=data_dir, seed=e.seed)  # fmt: skip
+    return other.unlabelled or other.train
+
+
+# -- clients and federations -------------------------------------------------------------------------------------
+
+
+def local_cohort(setups: Sequence[Setup]) -> LocalCohort:
+    """Make the cohort that trains the clients of one run, or of several that share model and data, in this process."""
+    first = setups[0]
+    e = first.experiment
+    return LocalCohort(
+        first.model,
+        first.dataset.train,
+        [s.shards for s in setups],
+        first.transform,
+        e.local,
+        e.engine,
+        samples=e.objective.samples,
+        capture_moment=captures_moment(e),
+    )
+
+
+def captures_moment(experiment: Experiment) -> bool:
+    """Whether clients must send Adam's second moment as a variance (rule ``precision``, Reyes 2021)."""
+    return get_rule(experiment.fusion.rule, **options(experiment)).name == "precision"
+
+
+def make_federation(
+    setup: Setup,
+    cohort: Cohort,
+    directory: RunDirectory | None,
+    listeners: Sequence[Callable[[Event], None]] = (),
+    run: int = 0,
+) -> Federation:
+    """Make the round loop of a setup over any cohort."""
+    judge = Evaluator(setup.model, setup.splits(), setup.transform, setup.experiment)
+    distiller = None
+    if setup.experiment.distill.enabled:
+        from .distill import RoundDistiller
+
+        distiller = RoundDistiller(setup.model, setup.unlabelled, setup.transform, setup.experiment, judge)
+    return Federation(
+        setup.experiment, setup.start, cohort,
+        judge=judge, directory=directory, distiller=distiller, listeners=listeners, run=run,
+    )  # fmt: skip
+
+
+def pretrain(setup: Setup, listeners: Sequence[Callable[[Event], None]] = ()) -> Posterior:
+    """Train on the server's own share before the first round, with early stopping (Fischer 2024, Table 4).
+
+    Epoch by epoch; stops after ``patience`` epochs without a better validation accuracy and returns the best.
+    """
+    e = setup.experiment
+    lone = dataclasses.replace(e, engine=dataclasses.replace(e.engine, lanes=1))
+    server = dataclasses.replace(setup, experiment=lone, shards=[setup.server])
+    cohort = LocalCohort(setup.model, setup.dataset.train, [setup.server], setup.transform,
+                         dataclasses.replace(e.local, keep_state=True), lone.engine, samples=e.objective.samples)  # fmt: skip
+    judge = Evaluator(setup.model, server.splits(), setup.transform, e)
+    if "validation" not in judge.splits:
+        raise ConfigError("'pretrain.fraction' needs a validation set for early stopping: set 'data.validation' above 0.")
+    judge.splits = {"validation": judge.splits["validation"]}
+    best, best_accuracy, waited, posterior = setup.start, -math.inf, 0, setup.start
+    size = len(setup.server)
+    for epoch in range(1, e.pretrain.epochs + 1):
+        task = Assignment(
+            client=0, round=epoch, start=posterior, seed=seeds.derive(e.seed, "pretrain"),
+            learning_rate=e.local.learning_rate, divisor=kl_divisor(e.objective.kl_scale, size, size, 1),
+            kl_weight=e.objective.kl_weight, prior_std=e.objective.prior_std, l2=e.objective.l2,
+        )  # fmt: skip
+        posterior = next(iter(cohort.train([task]))).posterior
+        metrics = judge(posterior, epoch, "pretrain")[0]["metrics"]
+        for listener in listeners:
+            listener({"kind": "pretrain", "epoch": epoch, "metrics": metrics})
+        if metrics["accuracy"] > best_accuracy:
+            best, best_accuracy, waited = posterior, metrics["accuracy"], 0
+        else:
+            waited += 1
+            if waited >= e.pretrain.patience:
+                break
+    return best
+
+
+def about(setup: Setup) -> dict[str, Any]:
+    """Return what the ``start`` event says of a run."""
+    from . import __version__
+
+    d = setup.dataset
+    return {
+        "name": setup.experiment.name,
+        "version": __version__,
+        "torch": torch.__version__,
+        "device": str(resolve_device(setup.experiment.engine.device)),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "data": d.name,
+        "clients": len(setup.shards),
+        "train": int(sum(len(s) for s in setup.shards)),
+        "validation": len(setup.validation),
+        "test": len(d.test),
+        "classes": list(d.classes),
+        "parameters": int(sum(g.mean.numel() for g in setup.start.gaussians.values())
+                          + sum(p.numel() for n, p in setup.model.named_parameters() if n in setup.start.points)),
+    }  # fmt: skip
+
+
+def holdings(setup: Setup) -> dict[str, Any]:
+    """Return who holds what: the content of ``partition.json``."""
+    labels, classes = setup.dataset.train.labels.cpu().numpy(), len(setup.dataset.classes)
+    clients = [
+        {"id": i, "name": setup.client_name(i), "examples": len(s),
+         "counts": np.bincount(labels[s], minlength=classes).tolist()}
+        for i, s in enumerate(setup.shards)
+    ]  # fmt: skip
+    return {"clients": clients, "classes": list(setup.dataset.classes)}
+
+
+# -- running -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Launch:
+    """One run inside a shared launch: what to run, where, and whether to continue it."""
+
+    setup: Setup
+    path: Path | None = None
+    resume: bool = False
+    listeners: list[Callable[[Event], None]] = field(default_factory=list)
+
+
+def run(
+    experiment: Experiment,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    data_dir: str | Path | None = None,
+    dataset: Dataset | None = None,
+    model: nn.Module | None = None,
+    listeners: Sequence[Callable[[Event], None]] = (),
+    report: bool = True,
+    write: bool = True,
+) -> Result:
+    """Run one experiment and return its result.
+
+    ``out`` is the run directory (default: a fresh one under ``runs/``); ``write=False`` writes nothing at all;
+    ``resume=True`` continues the run that ``out`` holds. ``dataset`` and ``model`` are your own, see ``prepare``.
+    """
+    if resume and out is None:
+        raise RunError("nothing to resume: name the run directory with --out (out=).")
+    setup = prepare(experiment, data_dir=data_dir, dataset=dataset, model=model)
+    path = None if not write else Path(out) if out is not None else fresh_directory(DEFAULT_ROOT, experiment.name)
+    return run_setups([Launch(setup, path, resume, list(listeners))], report=report)[0]
+
+
+def run_setups(launches: Sequence[Launch], *, report: bool = True) -> list[Result]:
+    """Run several prepared experiments in one launch: their clients share the lanes, each keeps its own server.
+
+    The runs must share network, data, local training and engine settings (``share_a_launch``).
+    """
+    cohort = local_cohort([launch.setup for launch in launches])
+    return run_with(cohort, launches, report=report)
+
+
+def run_with(cohort: Cohort, launches: Sequence[Launch], *, report: bool = True) -> list[Result]:
+    """Run prepared experiments over a given cohort (lanes, or Flower's nodes) and leave their run directories."""
+    directories: list[RunDirectory | None] = []
+    try:
+        for launch in launches:
+            directories.append(
+                RunDirectory(launch.path, launch.setup.experiment, resume=launch.resume) if launch.path else None
+            )
+        federations = [
+            _start(launch, directory, cohort, i) for i, (launch, directory) in enumerate(zip(launches, directories))
+        ]
+        run_together(federations)
+        for federation in federations:
+            _finish(federation)
+        results = [
+            Result(launch.setup, f.posterior, f.best.posterior or f.posterior, f.best.round or f.round,
+                   list(f.directory.events()) if f.directory else f.history, launch.path)
+            for launch, f in zip(launches, federations)
+        ]  # fmt: skip
+    finally:
+        for directory in directories:
+            if directory is not None:
+                directory.close()
+    if report:
+        for result in results:
+            if result.path is not None:
+                write_report(result.path)
+    return results
+
+
+def _start(launch: Launch, directory: RunDirectory | None, cohort: Cohort, run: int) -> Federation:
+    setup = launch.setup
+    federation = make_federation(setup, cohort, directory, launch.listeners, run)
+    if launch.resume and federation.restore():
+        return federation
+    if directory is not None:
+        from .predictor import save_card
+
+        directory.truncate_metrics(0)
+        write_atomically(directory.path / "partition.json", json.dumps(holdings(setup)).encode())
+        save_card(directory.path, setup.experiment, setup.dataset, setup.transform, setup.model)
+    if len(setup.server):
+        federation.posterior = pretrain(setup, launch.listeners)
+    federation.start(about(setup))
+    return federation
+
+
+def _finish(federation: Federation) -> None:
+    judge, directory = federation.judge, federation.directory
+    if directory is not None and isinstance(judge, Evaluator):
+        best = federation.best.posterior or federation.posterior
+        judge.save_predictions(best, federation.best.round or federation.round, directory.path)
+    federation.finish()
+
+
+def write_report(path: Path) -> Path | None:
+    """Write ``report.html`` where the report extra is installed; say in one line where it is not."""
+    try:
+        from .report import write
+    except ImportError:
+        print('report.html was not written: pip install "fedbayes[report]" adds it.')
+        return None
+    return write([path])
+
+
+def share_a_launch(a: Setup, b: Setup) -> bool:
+    """Whether two runs may train in one launch: same network, data, local training and engine.
+
+    Seeds, partitions, rules, weightings, priors, KL scalings, learning rates and rounds may differ.
+    """
+
+    def shape(s: Setup) -> Experiment:
+        e = s.experiment
+        return Experiment(
+            data=e.data,
+            model=dataclasses.replace(e.model, init="he", sigma=0.02),
+            local=dataclasses.replace(e.local, learning_rate=1.0, epochs=1, epochs_max=0, steps=0),
+            engine=e.engine,
+            sonar=e.sonar,
+            objective=dataclasses.replace(config.Experiment().objective, samples=e.objective.samples),
+        )
+
+    x, y = a.experiment, b.experiment
+    same_examples = not (x.data.limit or x.data.test_limit) or x.seed == y.seed
+    plain = x.data.mean != "client" and not x.local.keep_state and x.engine.lanes != 1
+    return shape(a) == shape(b) and same_examples and plain and captures_moment(x) == captures_moment(y)
