@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,22 +112,16 @@ def _dirichlet(round_: Round, settings: Distill, generator: torch.Generator) -> 
 
 
 def dirichlet_weights(weights: Sequence[float], alpha: float, generator: torch.Generator) -> list[float]:
-    """Return γᵢ pᵢ / Σ γⱼ pⱼ with γ ~ Dirichlet(α, …, α), drawn as normalised Gamma variables.
+    """Return γᵢ pᵢ / Σ γⱼ pⱼ with γ ~ Dirichlet(α, …, α).
 
-    The Gammas come from ``torch._standard_gamma``, on the CPU, from a seed taken of ``generator``.
+    NumPy draws the γ on the host (by stick breaking where α is small, so that nothing underflows).
     """
     if not alpha > 0:
         raise ConfigError(f"distill.dirichlet_alpha = {alpha}: a Dirichlet needs a concentration above 0.")
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-    source = torch.Generator().manual_seed(seed)
-    gamma = torch._standard_gamma(torch.full((len(weights),), alpha, dtype=torch.float64), generator=source)
-    scaled = gamma * torch.tensor(_normalised(weights, len(weights)), dtype=torch.float64)
-    total = float(scaled.sum())
-    if total <= 0:  # every gamma underflowed (tiny alpha): the limit puts all mass on one client
-        scaled = torch.zeros_like(scaled)
-        scaled[int(torch.randint(len(weights), (), generator=source))] = 1.0
-        total = 1.0
-    return [float(s) / total for s in scaled]
+    gamma = np.random.default_rng(seed).dirichlet(np.full(len(weights), alpha))
+    scaled = gamma * np.array(_normalised(weights, len(weights)))
+    return [float(s) for s in scaled / scaled.sum()]
 
 
 @register("posterior")
