@@ -301,14 +301,36 @@ class Sonar:
     """Length of a segment."""
     overlap: float = 0.5
     """Share by which segments overlap."""
-    low: float = 20.0
-    """Lower edge of the band kept, Hz."""
+    low: float = 0.0
+    """Lower edge of the band that reaches the picture, Hz (0: the picture's own: logmel and waveform 20, lofar 10, demon 1000)."""
     high: float = 0.0
-    """Upper edge of the band kept, Hz (0: half the sample rate)."""
+    """Upper edge of that band, Hz (0: the picture's own: half the sample rate, lofar 1000, demon 0.9 of half)."""
+    bands: int = 0
+    """Rows of the picture (0: its own: logmel 64, lofar 128, demon 16 carriers)."""
+    frames: int = 0
+    """Columns of the picture (0: its own: logmel 64, lofar 32, demon 96 modulation rates)."""
+    resolution: float = 2.0
+    """lofar: spacing of the frequency bins, Hz."""
+    channel: int = -1
+    """Channel of a multi-channel file, from 0 (-1: the mean of all)."""
+    layout: Literal["auto", "folder", "deepship", "shipsear", "watkins"] = "auto"
+    """How a folder names class, recording and vessel (auto: recognised)."""
+    test: float = 0.25
+    """Share of the recordings held out for the test, by whole recordings and vessels."""
+    folds: int = 0
+    """Cross-validation: when positive, the recordings are dealt into this many folds and one of them is the test."""
+    fold: int = 0
+    """Cross-validation: which fold is the test, from 0."""
+    cache: bool = True
+    """Whether pictures are kept in the cache folder, by content of the file and settings of the picture."""
     recordings: int = 12
     """Synthetic sea: recordings per vessel class and site."""
     sites: int = 10
     """Synthetic sea: listening sites."""
+    length: float = 6.0
+    """Synthetic sea: seconds per recording."""
+    snr: tuple[float, float] = (-6.0, 12.0)
+    """Synthetic sea: signal-to-noise ratios are drawn between these, dB in the band from 20 Hz to half the rate."""
 
 
 @dataclass(frozen=True)

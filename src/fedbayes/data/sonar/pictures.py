@@ -1,0 +1,194 @@
+"""Pictures: what a network is shown of a segment of sound, and with what settings.
+
+A picture is stored as 8-bit grey values over a fixed range of decibels. One step is 0.16 to 0.4 dB, far below the
+scatter of a spectral estimate (5.6 dB for a single look), so nothing is lost; it takes a quarter of the memory of
+float32 and half that of float16, and a picture is then an ordinary image to everything else in the house.
+Waveforms, for the one-dimensional network, are stored as float16 at unit power.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError
+from .spectra import decimate, demon, lofar, mel_filters, power_of_two, spectrogram
+
+if TYPE_CHECKING:
+    from ...experiment import Sonar
+
+VERSION = 1  # of the pictures: part of the key of the cache, to be raised when their numbers change
+
+
+@dataclass(frozen=True)
+class Picture:
+    """How a segment becomes a picture. The defaults of each kind are in ``KINDS``, with the reasons.
+
+    ``low`` and ``high`` bound the band that can reach the picture at all; ``floor`` and ``ceiling`` are the decibels
+    that become grey values 0 and 255.
+    """
+
+    kind: str
+    rate: int
+    seconds: float
+    low: float
+    high: float
+    bands: int
+    frames: int
+    floor: float
+    ceiling: float
+    window: float = 0.064
+    resolution: float = 2.0
+    half_hz: float = 40.0
+    gap_hz: float = 6.0
+    highest: float = 40.0
+
+    @property
+    def samples(self) -> int:
+        """Samples of one segment."""
+        return round(self.rate * self.seconds)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one picture: (1, bands, frames), or (1, samples) for waveforms."""
+        return tuple(self(torch.zeros(1, self.samples)).shape[1:])
+
+    def __call__(self, waveforms: Tensor) -> Tensor:
+        """Return the pictures (N, 1, bands, frames) of waveforms (N, samples), in decibels (waveforms: as they are)."""
+        return _MAKERS[self.kind](self, waveforms.to(torch.float32))
+
+    def quantise(self, pictures: Tensor) -> Tensor:
+        """Return pictures as grey values (uint8), waveforms as float16."""
+        if self.kind == "waveform":
+            return pictures.to(torch.float16)
+        scaled = (pictures - self.floor) * (255.0 / (self.ceiling - self.floor))
+        return scaled.round().clamp(0, 255).to(torch.uint8)
+
+    def decibels(self, grey: Tensor) -> Tensor:
+        """Return the decibels that grey values stand for: the inverse of ``quantise`` up to one step."""
+        return grey.to(torch.float32) * ((self.ceiling - self.floor) / 255.0) + self.floor
+
+    def key(self) -> str:
+        """Return a text that changes whenever the pictures would."""
+        return f"{VERSION}:{self!r}"
+
+
+def _level(decibels: Tensor) -> Tensor:
+    """Subtract each picture's median: the gain of the recording chain and the distance do not show.
+
+    The median and not the mean power, which one strong line or the rumble of a wave would set.
+    """
+    median = decibels.flatten(1).median(dim=1).values
+    return decibels - median[:, None, None]
+
+
+def _to_db(power: Tensor) -> Tensor:
+    return 10.0 * torch.log10(power.clamp(min=1e-20))
+
+
+def _logmel(p: Picture, waveforms: Tensor) -> Tensor:
+    window = min(power_of_two(p.window * p.rate), p.samples)
+    hop = max(1, (p.samples - window) // max(1, p.frames - 1))
+    looks = -(-hop // window)  # long segments: several looks averaged into one frame, so that no sound falls between
+    hop = max(1, (p.samples - window) // max(1, p.frames * looks - 1))
+    power = spectrogram(waveforms, window, hop)[..., : p.frames * looks]
+    bands = torch.matmul(mel_filters(p.bands, window, p.rate, p.low, p.high).to(power), power)
+    if looks > 1:
+        bands = bands.unflatten(-1, (-1, looks)).mean(-1)
+    return _level(_to_db(bands)).unsqueeze(1)
+
+
+def _pool(values: Tensor, bands: int, dim: int) -> Tensor:
+    """Reduce a dimension to ``bands`` by the maximum of neighbours: a narrow line survives, an average would drown it."""
+    count = values.shape[dim]
+    if count <= bands:
+        return values
+    moved = values.movedim(dim, -1)
+    return torch.nn.functional.adaptive_max_pool1d(moved.flatten(0, -2), bands).unflatten(0, moved.shape[:-1]).movedim(-1, dim)  # fmt: skip
+
+
+def _lofar(p: Picture, waveforms: Tensor) -> Tensor:
+    ratio, _ = lofar(
+        waveforms, p.rate, low=p.low, high=p.high, resolution=p.resolution, frames=p.frames, half_hz=p.half_hz, gap_hz=p.gap_hz
+    )  # fmt: skip
+    return 2.0 * _to_db(_pool(ratio, p.bands, dim=1)).unsqueeze(1)
+
+
+def _demon(p: Picture, waveforms: Tensor) -> Tensor:
+    from .spectra import split_window
+
+    magnitude, frequencies = demon(waveforms, p.rate, low=p.low, high=p.high, carriers=p.bands, highest=p.highest)
+    spacing = float(frequencies[1] - frequencies[0])
+    half = max(4, round(4.0 / spacing))
+    ratio = split_window(magnitude.transpose(1, 2), half, max(2, round(0.7 / spacing))).transpose(1, 2)
+    return 2.0 * _to_db(_pool(ratio, p.frames, dim=2)).unsqueeze(1)
+
+
+def _waveform(p: Picture, waveforms: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft(waveforms)
+    frequencies = torch.fft.rfftfreq(waveforms.shape[-1], 1.0 / p.rate, device=waveforms.device)
+    spectrum = spectrum * ((frequencies >= p.low) & (frequencies <= p.high))
+    limited = torch.fft.irfft(spectrum, n=waveforms.shape[-1])
+    return (limited / limited.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-20)).unsqueeze(1)
+
+
+_MAKERS = {"logmel": _logmel, "lofar": _lofar, "demon": _demon, "waveform": _waveform}
+
+
+def _nyquist(rate: int) -> float:
+    return rate / 2.0
+
+
+def make_picture(sonar: Sonar) -> Picture:
+    """Return the picture that a configuration asks for; 0 for ``low``, ``high``, ``bands`` or ``frames`` is the kind's own.
+
+    - ``logmel``: 20 Hz to half the rate, 64 bands, 64 frames, windows of 64 ms: 16 Hz apart, fine enough for the
+      mel bands at low frequencies, short enough to show single blade beats. What networks for ship noise are mostly
+      fed with.
+    - ``lofar``: 10 to 1000 Hz, where shaft, blade and machinery lines live; bins of 2 Hz (windows of half a second),
+      the background from 40 Hz to either side without the middle 6, then the strongest of neighbouring bins so that
+      128 rows remain. Longer segments allow a finer ``resolution``.
+    - ``demon``: carriers from 1 kHz (below, lines beat with each other and look like blades) to 0.9 of half the rate,
+      16 of them, modulation from 0.5 to 40 Hz: shafts of 60 to 600 turns a minute with three to seven blades. A
+      segment of 3 s tells rates 0.7 Hz apart; 10 s or more is better.
+    - ``waveform``: 20 Hz to half the rate, unit power.
+    """
+    nyquist = _nyquist(sonar.sample_rate)
+    own = {
+        "logmel": (20.0, nyquist, 64, 64, -40.0, 60.0),
+        "lofar": (10.0, min(1000.0, nyquist), 128, 32, -12.0, 30.0),
+        "demon": (min(1000.0, nyquist / 4), 0.9 * nyquist, 16, 96, -12.0, 30.0),
+        "waveform": (20.0, nyquist, 0, 0, 0.0, 1.0),
+    }
+    if sonar.picture not in own:
+        raise ConfigError(f"'sonar.picture' is '{sonar.picture}'; it must be one of {', '.join(own)}.")
+    low, high, bands, frames, floor, ceiling = own[sonar.picture]
+    low, high = sonar.low or low, sonar.high or high
+    if sonar.sample_rate < 100:
+        raise ConfigError(f"'sonar.sample_rate' is {sonar.sample_rate} Hz; it must be at least 100 Hz.")
+    if not 0 <= low < high <= nyquist:
+        raise ConfigError(
+            f"'sonar.low' and 'sonar.high' give the band {low:g} to {high:g} Hz; it must be rising and lie below "
+            f"half the sample rate ({nyquist:g} Hz)."
+        )
+    if not 0.1 <= sonar.seconds <= 600:
+        raise ConfigError(f"'sonar.seconds' is {sonar.seconds:g}; a segment lasts 0.1 to 600 seconds.")
+    if not 0 <= sonar.overlap < 1:
+        raise ConfigError(f"'sonar.overlap' is {sonar.overlap:g}; it must be at least 0 and below 1.")
+    picture = Picture(
+        sonar.picture, sonar.sample_rate, sonar.seconds, low, high,
+        sonar.bands or bands, sonar.frames or frames, floor, ceiling, resolution=sonar.resolution,
+    )  # fmt: skip
+    try:
+        _ = picture.shape
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise ConfigError(f"a {sonar.picture} picture cannot be made with these sonar settings: {error}.") from None
+    return picture
+
+
+def band_limited(waveforms: Tensor, rate: int, high: float) -> tuple[Tensor, int]:
+    """Return waveforms without anything above ``high`` Hz, at the lowest whole part of the rate that holds it."""
+    return decimate(waveforms, rate, high)

@@ -1,0 +1,166 @@
+"""Recordings: what a folder or a CSV holds, read as a stream at one sampling rate, whatever the files are.
+
+A *file* is what lies on the disk; a *recording* is one uninterrupted listening, which may be several files (clips cut
+from one tape); a *vessel* is who was heard, where that is known; a *site* is where it was heard. Splits and clients
+never cut through a recording or a vessel, so these names matter more than the audio does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import DataError
+
+AUDIO_SUFFIXES = frozenset({".wav", ".flac", ".ogg", ".aif", ".aiff", ".aifc", ".w64", ".rf64", ".au", ".caf", ".mp3"})
+BLOCK_SECONDS = 20.0  # decoded at a time: bounds the memory, whatever the length of the file
+SILENCE = 1e-6  # root mean square below which a file holds no sound: -120 dB of full scale, far below one 16-bit step
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One file and what is known of it.
+
+    ``recording`` names the listening that the file belongs to (several files may share it), ``vessel`` and ``site``
+    are empty where unknown; ``start`` and ``stop`` cut a part out of the file (seconds; ``stop`` 0: to its end);
+    ``split`` is ``train``, ``test`` or empty (decided by seed).
+    """
+
+    path: Path
+    label: str
+    recording: str
+    site: str = ""
+    vessel: str = ""
+    start: float = 0.0
+    stop: float = 0.0
+    split: str = ""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A file that was left out, and why: shown to the user by name, never passed over in silence."""
+
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+class Unreadable(Exception):
+    """A file that cannot be used; the message says why. Caught by whoever reads many files, and named."""
+
+
+def audio_files(folder: Path) -> list[Path]:
+    """Return every audio file below ``folder``, sorted by path; hidden files are left alone."""
+    found = (p for p in folder.rglob("*") if p.suffix.lower() in AUDIO_SUFFIXES and not p.name.startswith("."))
+    return sorted(p for p in found if p.is_file())
+
+
+def _libraries() -> tuple[Any, Any]:
+    try:
+        import soundfile
+        import soxr
+    except ImportError as error:
+        raise DataError(
+            f"Reading recordings needs the package '{error.name}'; install it with: pip install 'fedbayes[sonar]'."
+        ) from None
+    return soundfile, soxr
+
+
+def mix(block: np.ndarray, channel: int) -> np.ndarray:
+    """Return one channel of (samples, channels): that channel, or their mean for ``channel = -1``.
+
+    The mean is a beam at broadside: right for hydrophones side by side and for the two sides of a stereo recorder.
+    """
+    if channel < 0:
+        return block.mean(axis=1, dtype=np.float32)
+    if channel >= block.shape[1]:
+        raise Unreadable(f"has {block.shape[1]} channel(s), channel {channel} was asked for (they count from 0)")
+    return np.ascontiguousarray(block[:, channel])
+
+
+def stream(recording: Recording, rate: int, channel: int = -1, seconds: float = BLOCK_SECONDS) -> Iterator[np.ndarray]:
+    """Yield the recording as blocks of float32 samples at ``rate``, decoded and resampled on the way.
+
+    Resampling is band-limited (soxr, high quality), so nothing folds down from above the new Nyquist frequency.
+    Raises ``Unreadable`` for a file that is broken, holds NaN, or has no such channel; silence is judged by whoever
+    has heard all of it.
+    """
+    soundfile, soxr = _libraries()
+    try:
+        with soundfile.SoundFile(str(recording.path)) as file:
+            yield from _decode(file, soxr, recording, rate, channel, seconds)
+    except (soundfile.LibsndfileError, RuntimeError, OSError) as error:
+        reason = str(error).removeprefix(f"Error opening {str(recording.path)!r}: ").strip().rstrip(".")
+        raise Unreadable(f"cannot be decoded ({reason})") from None
+
+
+def _decode(
+    file: Any, soxr: Any, recording: Recording, rate: int, channel: int, seconds: float
+) -> Iterator[np.ndarray]:
+    original = int(file.samplerate)
+    if original <= 0 or file.frames <= 0:
+        raise Unreadable("is empty")
+    first = round(recording.start * original)
+    last = min(round(recording.stop * original), file.frames) if recording.stop else file.frames
+    if first >= last:
+        raise Unreadable(
+            f"has {file.frames / original:.2f} s, the part from {recording.start:g} s to {recording.stop:g} s lies outside"
+        )
+    if first:
+        file.seek(first)
+    resample = soxr.ResampleStream(original, rate, 1, dtype="float32", quality="HQ") if original != rate else None
+    left = last - first
+    while left:
+        block = file.read(min(left, max(1, int(seconds * original))), dtype="float32", always_2d=True)
+        if len(block) == 0:
+            raise Unreadable(f"ends {left / original:.2f} s before its header says")
+        left -= len(block)
+        mono = mix(block, channel)
+        if not np.isfinite(mono).all():
+            raise Unreadable("holds samples that are not finite numbers")
+        yield mono if resample is None else resample.resample_chunk(mono, last=left == 0)
+
+
+def read(recording: Recording, rate: int, channel: int = -1) -> np.ndarray:
+    """Return the whole recording at ``rate``: for short files, figures and listening; ``stream`` is for the rest."""
+    blocks = list(stream(recording, rate, channel))
+    samples = np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
+    judge_silence(float(np.square(samples - samples.mean(), dtype=np.float64).mean()) if len(samples) else 0.0)
+    return samples
+
+
+def judge_silence(power: float) -> None:
+    """Raise ``Unreadable`` when the power (mean square without the constant part) is that of silence."""
+    if power < SILENCE**2:
+        raise Unreadable("is silent (or its channels cancel when averaged: choose one with sonar.channel)")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a file's header says, without decoding it."""
+
+    rate: int
+    channels: int
+    seconds: float
+    subtype: str
+
+
+def facts(path: Path) -> Facts:
+    """Read a file's header; raises ``Unreadable`` when it has none that can be read."""
+    soundfile, _ = _libraries()
+    try:
+        info = soundfile.info(str(path))
+    except (soundfile.LibsndfileError, RuntimeError, OSError) as error:
+        raise Unreadable(f"cannot be decoded ({error})") from None
+    return Facts(info.samplerate, info.channels, info.frames / max(1, info.samplerate), info.subtype)
+
+
+def with_site(recordings: list[Recording], site: str) -> list[Recording]:
+    """Return the recordings as heard at ``site`` where they do not say themselves."""
+    return [r if r.site else replace(r, site=site) for r in recordings]
