@@ -1,0 +1,147 @@
+"""Flower's records and ours: posteriors, assignments and updates to and from ``RecordDict``.
+
+One message to a node carries the round's global posterior once and the assignments of every client that lives
+there; its reply carries one update for each. Names in a record: ``start``, ``prior``, ``assignment-3``, ``update-3``,
+``posterior-3``, ``error-3``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+from .. import __version__
+from ..cohort import Assignment, Update
+from ..errors import PosteriorError
+from ..posterior import Posterior
+from ..seeds import numpy_rng
+from .codecs import Layout, get_codec
+
+_PLAIN = [f.name for f in dataclasses.fields(Assignment) if f.name not in ("start", "prior")]
+
+
+def put_posterior(
+    record: RecordDict,
+    name: str,
+    posterior: Posterior,
+    codec: str = "float32",
+    reference: Posterior | None = None,
+    rng: np.random.Generator | None = None,
+) -> None:
+    """Add a posterior to ``record``: an ``ArrayRecord`` called ``name`` and a ``ConfigRecord`` ``name-layout``.
+
+    ``codec`` float32 keeps every bit; bf16 and int8 are relative to ``reference`` (see ``codecs``).
+    """
+    arrays = get_codec(codec).encode(posterior, reference, rng)
+    record[name] = ArrayRecord({key: Array(a) for key, a in arrays.items()})
+    record[f"{name}-layout"] = ConfigRecord({"layout": Layout.of(posterior).dumps(), "codec": codec})
+
+
+def take_posterior(record: RecordDict, name: str, reference: Posterior | None = None) -> Posterior:
+    """Read what ``put_posterior`` wrote; whatever does not fit together raises ``PosteriorError``."""
+    about, arrays = record.get(f"{name}-layout"), record.get(name)
+    if not isinstance(about, ConfigRecord) or not isinstance(arrays, ArrayRecord):
+        raise PosteriorError(f"the message holds no posterior '{name}'.")
+    try:
+        plain = {key: a.numpy() for key, a in arrays.items()}
+    except (ValueError, TypeError, OSError, EOFError):
+        raise PosteriorError(f"the arrays of '{name}' cannot be read.") from None
+    return get_codec(str(about["codec"])).decode(plain, Layout.parse(str(about["layout"])), reference)
+
+
+def put_assignments(record: RecordDict, assignments: Sequence[Assignment], codec: str = "float32") -> None:
+    """Add the assignments of one node; they start from one posterior, which travels once, exactly."""
+    first = assignments[0]
+    put_posterior(record, "start", first.start)
+    separate_prior = first.prior is not None and first.prior is not first.start
+    if first.prior is not None and separate_prior:
+        put_posterior(record, "prior", first.prior)
+    for a in assignments:
+        if a.start is not first.start or a.prior is not first.prior:
+            raise ValueError("the assignments of one message must share their posteriors")
+        plain: dict[str, Any] = {name: getattr(a, name) for name in _PLAIN}
+        plain["prior"] = "none" if a.prior is None else "prior" if separate_prior else "start"
+        record[f"assignment-{a.client}"] = ConfigRecord(plain)
+    record["wire"] = ConfigRecord({"codec": codec, "version": __version__})
+
+
+def take_assignments(record: RecordDict) -> list[Assignment]:
+    """Read what ``put_assignments`` wrote, by client number."""
+    start = take_posterior(record, "start")
+    priors: dict[str, Posterior | None] = {"none": None, "start": start}
+    if "prior" in record:
+        priors["prior"] = take_posterior(record, "prior")
+    found = []
+    for name, plain in _numbered(record, "assignment"):
+        values: dict[str, Any] = {n: plain[n] for n in _PLAIN}
+        found.append(Assignment(start=start, prior=priors[str(plain["prior"])], **values))
+        del name
+    return sorted(found, key=lambda a: a.client)
+
+
+def put_update(record: RecordDict, update: Update, seed: int, codec: str, start: Posterior) -> None:
+    """Add one client's update; lossy codecs round by the address (seed, "wire", round, client)."""
+    rng = numpy_rng(seed, "wire", update.round, update.client)
+    put_posterior(record, f"posterior-{update.client}", update.posterior, codec, start, rng)
+    metrics = {k: float(v) for k, v in update.metrics.items()}
+    record[f"update-{update.client}"] = ConfigRecord(
+        {
+            "client": update.client,
+            "round": update.round,
+            "run": update.run,
+            "examples": update.examples,
+            "metric-names": list(metrics),
+            "metric-values": list(metrics.values()),
+        }
+    )
+
+
+def put_error(record: RecordDict, client: int, sentence: str) -> None:
+    """Say that a client could not do its work, and why."""
+    record[f"error-{client}"] = ConfigRecord({"client": client, "reason": sentence})
+
+
+def take_updates(record: RecordDict, start: Posterior) -> Iterator[Update | tuple[int, str]]:
+    """Read a reply: an ``Update`` for each client that trained, ``(client, reason)`` for each that did not.
+
+    A posterior that cannot even be put together is such a reason; one that is whole but wrong (NaN, other names)
+    is an update like any other and is judged by the round loop.
+    """
+    for _, plain in _numbered(record, "error"):
+        yield int(plain["client"]), str(plain["reason"])  # type: ignore[arg-type]
+    for number, plain in _numbered(record, "update"):
+        try:
+            names, values = plain["metric-names"], plain["metric-values"]
+            update = Update(
+                client=int(plain["client"]),  # type: ignore[arg-type]
+                round=int(plain["round"]),  # type: ignore[arg-type]
+                posterior=take_posterior(record, f"posterior-{number}", start),
+                examples=int(plain["examples"]),  # type: ignore[arg-type]
+                metrics=dict(zip(names, values)),  # type: ignore[arg-type]
+                run=int(plain["run"]),  # type: ignore[arg-type]
+            )
+        except (PosteriorError, KeyError, TypeError, ValueError) as error:
+            yield number, str(error)
+            continue
+        yield update
+
+
+def payload_bytes(record: RecordDict, only: Iterable[str] | None = None) -> int:
+    """Bytes of the arrays in a record (all of them, or those of the named array records)."""
+    wanted: Mapping[str, ArrayRecord] = record.array_records
+    names = list(wanted) if only is None else [n for n in only if n in wanted]
+    return sum(len(a.data) for n in names for a in wanted[n].values())
+
+
+def _numbered(record: RecordDict, kind: str) -> list[tuple[int, ConfigRecord]]:
+    """Config records called ``kind-NUMBER``, by number."""
+    found = []
+    for name, value in record.config_records.items():
+        head, _, number = name.rpartition("-")
+        if head == kind and number.isdecimal():
+            found.append((int(number), value))
+    return sorted(found, key=lambda pair: pair[0])
