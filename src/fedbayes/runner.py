@@ -17,14 +17,28 @@ from torch import nn
 
 from . import config, seeds
 from .cohort import Assignment, Cohort
-from .data import Dataset, Examples, Transform, hold_out, load, make_transform, partition, split_validation
+from .data import (
+    Dataset,
+    Examples,
+    Holding,
+    Transform,
+    client_names,
+    get_source,
+    hold_out,
+    load,
+    make_transform,
+    partition,
+    split_validation,
+    table,
+)  # fmt: skip
+from .data.partition import SCHEMES
 from .engine import LocalCohort, resolve_device
-from .errors import ConfigError, RunError
+from .errors import ConfigError, RunError, nearest
 from .evaluation import Evaluator
 from .experiment import Experiment
 from .federation import Event, Federation, options, run_together
 from .fusion import get_rule, get_weighting
-from .nn import build_for, to_posterior
+from .nn import build_for, check_network, to_posterior
 from .objective import kl_divisor
 from .posterior import Posterior
 from .rundir import RunDirectory, fresh_directory, write_atomically
@@ -53,12 +67,10 @@ class Setup:
             found = {"validation": self.dataset.train.take(self.validation), **found}
         return found | {f"ood:{name}": examples for name, examples in self.dataset.ood.items()}
 
-    def client_name(self, client: int) -> str:
-        """Return the natural name of a client (its hospital, its site) or its number."""
-        column = self.experiment.partition.column
-        if self.experiment.partition.scheme == "column" and len(self.shards[client]):
-            return str(self.dataset.train.columns[column][self.shards[client][0]])
-        return f"client {client}"
+    def client_names(self) -> list[str]:
+        """Return the natural names of the clients (hospitals, sites), or their numbers."""
+        everyone = np.sort(np.concatenate(self.shards))
+        return client_names(self.experiment.partition, _without_inputs(self.dataset.train, everyone))
 
 
 @dataclass(frozen=True)
@@ -97,13 +109,13 @@ def prepare(
     ``dataset`` and ``model`` replace what the experiment names: your own arrays, your own ``nn.Module`` (made
     Bayesian beforehand with ``fedbayes.nn.bayesianize``, or left as it is).
     """
-    get_rule(experiment.fusion.rule, **options(experiment))
-    get_weighting(experiment.fusion.weighting)
+    if dataset is None and model is None:
+        check_names(experiment)
     if dataset is None:
         dataset = load(experiment.data, sonar=experiment.sonar, data_dir=data_dir, seed=experiment.seed)
     rest, validation, server, distilled = _server_shares(experiment, dataset)
-    parts = partition(experiment.partition, dataset.train.take(rest), experiment.seed)
-    shards = [rest[np.asarray(p, dtype=np.int64)] for p in parts]
+    light = _without_inputs(dataset.train, rest)
+    shards = [rest[p] for p in partition(experiment.partition, light, experiment.seed)]
     if model is None:
         model = build_for(experiment, len(dataset.classes), tuple(dataset.train.inputs.shape[1:]))
     transform = make_transform(experiment.data, dataset.train, shards, dataset.test)
@@ -111,6 +123,12 @@ def prepare(
         experiment, dataset, shards, validation, server,
         _unlabelled(experiment, dataset, distilled, data_dir), model, to_posterior(state_of(model)), transform,
     )  # fmt: skip
+
+
+def _without_inputs(train: Examples, positions: np.ndarray) -> Examples:
+    """Return labels and columns alone: all a partition looks at, without a second copy of the images."""
+    labels = train.labels.cpu()[torch.from_numpy(positions)]
+    return Examples(torch.empty(len(positions), 0), labels, {n: v[positions] for n, v in train.columns.items()})
 
 
 def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -121,21 +139,17 @@ def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _server_shares(e: Experiment, dataset: Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Split the training set: the clients' rest, the server's validation, pre-training and distillation parts."""
-    rest = np.arange(len(dataset.train))
-    nothing = np.empty(0, dtype=np.int64)
-    group = "recording" if "recording" in dataset.train.columns else None
-    validation = server = distilled = nothing
-    if e.data.validation:
-        kept, validation = split_validation(dataset.train, e.data.validation, e.seed, group=group)
-        rest = kept
-    total = len(dataset.train)
-    if e.pretrain.fraction:
-        kept, taken = hold_out(dataset.train.take(rest), e.pretrain.fraction * total / len(rest), e.seed)
-        rest, server = rest[kept], rest[taken]
-    if e.distill.enabled and not e.distill.data:
-        kept, taken = hold_out(dataset.train.take(rest), e.distill.fraction * total / len(rest), e.seed + 1)
-        rest, distilled = rest[kept], rest[taken]
-    return rest, validation, server, distilled
+    train = dataset.train
+    positions = {"_position": np.arange(len(train))}
+    rest = Examples(torch.empty(len(train), 0), train.labels.cpu(), {**train.columns, **positions})
+    strata = (e.partition.column,) if e.partition.scheme == "column" else ()
+    rest, validation = split_validation(rest, e.data.validation, e.seed, columns=strata)
+    share = len(train) / max(1, len(rest))
+    rest, server = hold_out(rest, e.pretrain.fraction * share, e.seed, columns=strata)
+    share = len(train) / max(1, len(rest))
+    distil = e.distill.fraction * share if e.distill.enabled and not e.distill.data else 0.0
+    rest, distilled = hold_out(rest, distil, seeds.derive(e.seed, "distil"), columns=strata)
+    return tuple(part.columns["_position"] for part in (rest, validation, server, distilled))  # type: ignore[return-value]
 
 
 def _unlabelled(e: Experiment, dataset: Dataset, held: np.ndarray, data_dir: Any) -> Examples | None:
@@ -249,15 +263,32 @@ def about(setup: Setup) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def holdings(setup: Setup) -> dict[str, Any]:
-    """Return who holds what: the content of ``partition.json``."""
-    labels, classes = setup.dataset.train.labels.cpu().numpy(), len(setup.dataset.classes)
+def holdings(setup: Setup) -> list[Holding]:
+    """Return who holds what, a row a client."""
+    d = setup.dataset
+    return table(setup.shards, d.train.labels, d.classes, names=setup.client_names())
+
+
+def partition_json(setup: Setup) -> dict[str, Any]:
+    """Return the content of ``partition.json``."""
     clients = [
-        {"id": i, "name": setup.client_name(i), "examples": len(s),
-         "counts": np.bincount(labels[s], minlength=classes).tolist()}
-        for i, s in enumerate(setup.shards)
-    ]  # fmt: skip
+        {"id": row.client, "name": row.name, "examples": row.examples, "counts": list(row.counts)}
+        for row in holdings(setup)
+    ]
     return {"clients": clients, "classes": list(setup.dataset.classes)}
+
+
+def check_names(experiment: Experiment) -> None:
+    """Refuse names that nothing is registered under (rule, weighting, scheme, network, data set), before any work."""
+    get_rule(experiment.fusion.rule, **options(experiment))
+    get_weighting(experiment.fusion.weighting)
+    if experiment.partition.scheme not in SCHEMES:
+        raise ConfigError(
+            f"'partition.scheme' {experiment.partition.scheme!r} does not exist; "
+            f"{nearest(experiment.partition.scheme, SCHEMES)}"
+        )
+    check_network(experiment.model.name)
+    get_source(experiment.data.name)
 
 
 # -- running -----------------------------------------------------------------------------------------------------
@@ -345,7 +376,7 @@ def _start(launch: Launch, directory: RunDirectory | None, cohort: Cohort, run: 
         from .predictor import save_card
 
         directory.truncate_metrics(0)
-        write_atomically(directory.path / "partition.json", json.dumps(holdings(setup)).encode())
+        write_atomically(directory.path / "partition.json", json.dumps(partition_json(setup)).encode())
         save_card(directory.path, setup.experiment, setup.dataset, setup.transform, setup.model)
     if len(setup.server):
         federation.posterior = pretrain(setup, launch.listeners)

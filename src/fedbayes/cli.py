@@ -1,0 +1,396 @@
+"""The command ``fedbayes``: one function a subcommand; rooms are imported only when their command is used."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError, FedBayesError, nearest
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit status (0 done, 2 a user's mistake in one sentence, 130 interrupted)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
+            print(usage())
+            return 0
+        if arguments[0] == "--version":
+            from . import __version__
+
+            print(f"fedbayes {__version__}")
+            return 0
+        if arguments[0] not in COMMANDS:
+            raise ConfigError(f"unknown command '{arguments[0]}'; {nearest(arguments[0], COMMANDS)}")
+        return COMMANDS[arguments[0]](arguments[1:]) or 0
+    except FedBayesError as error:
+        print(f"fedbayes: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        print("\nfedbayes: interrupted; what was finished is kept (continue a run with --resume).", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def usage() -> str:
+    """Return the overview of commands."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {(function.__doc__ or '').splitlines()[0]}" for name, function in COMMANDS.items()]
+    return "usage: fedbayes COMMAND ...   (fedbayes COMMAND --help tells more)\n\n" + "\n".join(lines)
+
+
+def _parser(name: str, description: str | None, **kwargs: Any) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"fedbayes {name}", description=description, allow_abbrev=False, **kwargs)
+
+
+# -- experiments on the command line -----------------------------------------------------------------------------
+
+
+def experiment_from(name: str, extra: Sequence[str]) -> Any:
+    """Read the experiment and apply ``--key value`` overrides (tyro's spelling: dots, dashes or underscores)."""
+    from . import config
+
+    base = config.read(name)
+    return config.override(base, _overrides(extra), "command line")
+
+
+def _overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    from . import config
+
+    found: dict[str, list[str]] = {}
+    current = ""
+    for word in arguments:
+        if word.startswith("--") and len(word) > 2:
+            current, equals, value = word[2:].partition("=")
+            current = current.replace("-", "_")
+            found[current] = [value] if equals else []
+        elif current:
+            found[current].append(word)
+        else:
+            raise ConfigError(f"command line: '{word}' was not expected; write changes as --key value.")
+    changes: dict[str, Any] = {}
+    known = config.keys()
+    for name, values in found.items():
+        off = name.replace(".no_", ".")
+        if name not in known and off in known and known[off].type is bool and not values:
+            changes[off] = False
+        elif name in known and known[name].type is bool and not values:
+            changes[name] = True
+        elif not values:
+            raise ConfigError(f"command line: --{name} needs a value.")
+        else:
+            changes[name] = values[0] if len(values) == 1 else ",".join(values)
+    return changes
+
+
+def _help_with_fields(parser: argparse.ArgumentParser, name: str | None) -> None:
+    """Print the command's own options, then every field of the experiment with its default (tyro)."""
+    import tyro
+
+    from . import config
+    from .experiment import Experiment
+
+    parser.print_help()
+    print("\nEvery field of the experiment can be overridden:\n")
+    base = config.read(name) if name else Experiment()
+    try:
+        tyro.cli(Experiment, default=base, args=["--help"], prog="fedbayes run EXPERIMENT", description="")
+    except SystemExit:
+        return
+
+
+def _split_help(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]] | None:
+    """Parse a command's own options; None when help was asked for and has been printed."""
+    if "-h" in arguments or "--help" in arguments:
+        positional = [a for a in arguments[:1] if not a.startswith("-")]
+        _help_with_fields(parser, positional[0] if positional else None)
+        return None
+    return parser.parse_known_args(arguments)
+
+
+def run(arguments: list[str]) -> int:
+    """Run one experiment: a built-in name, a TOML file, or a run directory's configuration."""
+    p = _parser("run", run.__doc__, add_help=False)
+    p.add_argument("experiment", help="built-in name or TOML file (fedbayes experiments lists the names)")
+    p.add_argument("--out", help="run directory (default: runs/NAME-number)")
+    p.add_argument("--resume", action="store_true", help="continue the run that --out holds")
+    p.add_argument("--data-dir", help="where data sets are kept (default: FEDBAYES_DATA or the user's cache)")
+    p.add_argument("--central", action="store_true", help="train on all data in one place, as a baseline")
+    p.add_argument("--track", choices=["tensorboard"], help="write the same numbers for TensorBoard too")
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+    parsed = _split_help(p, arguments)
+    if parsed is None:
+        return 0
+    from . import runner
+    from .progress import Progress
+
+    options, extra = parsed
+    experiment = experiment_from(options.experiment, extra)
+    if options.central:
+        experiment = central(experiment)
+    listeners: list[Callable[..., None]] = [] if options.quiet else [Progress(experiment.rounds, experiment.name)]
+    out = Path(options.out) if options.out else None
+    if out is None and not options.resume:
+        from .rundir import fresh_directory
+
+        runner.check_names(experiment)
+        out = fresh_directory(runner.DEFAULT_ROOT, experiment.name)
+    if options.track:
+        from .track import tracker
+
+        listeners.append(tracker(options.track, out))
+    result = runner.run(experiment, out, resume=options.resume, data_dir=options.data_dir, listeners=listeners)
+    print_result(result)
+    return 0
+
+
+def central(experiment: Any) -> Any:
+    """Return the same training on all data in one place: one client, its optimiser's state kept between rounds."""
+    from . import config
+
+    return config.override(
+        experiment,
+        {
+            "name": f"{experiment.name}-central",
+            "partition.scheme": "iid",
+            "partition.clients": 1,
+            "participation.fraction": 1.0,
+            "local.keep_state": True,
+            "fusion.rule": "nwa" if experiment.model.kind not in ("deterministic", "dropout") else "fedavg",
+            "fusion.weighting": "equal",
+        },
+        "--central",
+    )
+
+
+def print_result(result: Any) -> None:
+    """Print a finished run's numbers and where its files are."""
+    from .compare import Row, render
+
+    values = {k: [v] for k, v in result.metrics("test").items()}
+    fusion = next((e["fusion"] for e in reversed(result.events) if e["kind"] == "round"), {})
+    values["sigma"] = [(fusion.get("sigma") or {}).get("mean") or 0.0]
+    print(render([Row(result.setup.experiment.name, values)]))
+    for event in result.events:
+        if event["kind"] == "note":
+            print(f"note (round {event['round']}): {event['text']}")
+    chosen = f"test data, round {result.best_round}"
+    print(f"({chosen}{', chosen on validation data' if len(result.setup.validation) else ''})")
+    if result.path:
+        print(f"report: {result.path / 'report.html'}    files: {result.path}")
+
+
+def compare(arguments: list[str]) -> int:
+    """Run a grid (--vary key=a,b ... --seeds n), skipping finished runs, and print mean ± deviation."""
+    p = _parser("compare", compare.__doc__, add_help=False)
+    p.add_argument("experiment", help="built-in name or TOML file")
+    p.add_argument("--vary", action="append", default=[], metavar="KEY=A,B", help="values of a field (repeatable)")
+    p.add_argument("--seeds", type=int, default=1, help="number of seeds, counted up from the experiment's")
+    p.add_argument("--out", help="folder of the grid (default: runs/compare-NAME)")
+    p.add_argument("--data-dir", help="where data sets are kept")
+    p.add_argument("--separately", action="store_true", help="one run after the other instead of shared launches")
+    p.add_argument("--quiet", action="store_true", help="no progress bars")
+    parsed = _split_help(p, arguments)
+    if parsed is None:
+        return 0
+    from . import compare as grids
+    from . import runner
+    from .progress import Progress
+
+    options, extra = parsed
+    base = experiment_from(options.experiment, extra)
+    root = Path(options.out) if options.out else runner.DEFAULT_ROOT / f"compare-{base.name}"
+    cells = grids.grid(base, grids.parse_vary(options.vary), options.seeds, root)
+    bar = Progress(base.rounds * len(cells), base.name)
+    ran = grids.run_grid(
+        cells,
+        data_dir=options.data_dir,
+        lanes_shared=not options.separately,
+        listeners=None if options.quiet else lambda cell: [bar],
+    )
+    bar.close()
+    table = grids.rows(cells)
+    print(f"{len(ran)} runs done now, {len(cells) - len(ran)} were finished before.")
+    print(grids.render(table))
+    grids.write_csv(table, root / "table.csv")
+    report_of(sorted({c.path for c in cells}), root / "report.html")
+    return 0
+
+
+def report_of(paths: Sequence[Path], out: Path) -> None:
+    """Write one report over several runs and say where; say what to install where the extra is missing."""
+    try:
+        from .report import write
+    except ImportError:
+        print('no report: pip install "fedbayes[report]" adds it.')
+        return
+    print(f"report: {write(paths, out)}")
+
+
+def demo(arguments: list[str]) -> int:
+    """Ten clients, handwritten digits, four fusion rules beside FedAvg and MC-dropout: table and report."""
+    p = _parser("demo", demo.__doc__)
+    p.add_argument("--out", default="runs/demo", help="folder of the demo's runs")
+    p.add_argument("--rounds", type=int, default=None, help="rounds of every federation")
+    options = p.parse_args(arguments)
+    from .demo import run_demo
+
+    return run_demo(Path(options.out), options.rounds)
+
+
+def experiments(arguments: list[str]) -> int:
+    """List the built-in experiments."""
+    _parser("experiments", experiments.__doc__).parse_args(arguments)
+    from . import config
+
+    for name in config.builtin_names():
+        e = config.read(name)
+        print(f"{name:24} {e.data.name}, {e.partition.scheme}, {e.model.name} {e.model.kind}, {e.rounds} rounds")
+    return 0
+
+
+def rules(arguments: list[str]) -> int:
+    """List the fusion rules: aliases, formula, papers, what each does to the variance, when to use it."""
+    _parser("rules", rules.__doc__).parse_args(arguments)
+    from .fusion import rules_table
+
+    print(rules_table())
+    return 0
+
+
+def partition(arguments: list[str]) -> int:
+    """Show who gets what in an experiment: a table, and a picture with the report extra (--picture FILE)."""
+    p = _parser("partition", partition.__doc__, add_help=False)
+    p.add_argument("experiment")
+    p.add_argument("--data-dir")
+    p.add_argument("--picture", help="write the picture to this PNG or SVG file")
+    parsed = _split_help(p, arguments)
+    if parsed is None:
+        return 0
+    from . import runner
+    from .data import render
+
+    options, extra = parsed
+    setup = runner.prepare(experiment_from(options.experiment, extra), data_dir=options.data_dir)
+    print(render(runner.holdings(setup), setup.dataset.classes))
+    if options.picture:
+        from .report import partition_figure
+
+        held = runner.holdings(setup)
+        counts = [list(row.counts) for row in held]
+        print(partition_figure(counts, setup.dataset.classes, [row.name for row in held], Path(options.picture)))
+    return 0
+
+
+def data(arguments: list[str]) -> int:
+    """Data sets: `data list`, `data fetch NAME`, `data check NAME`."""
+    p = _parser("data", data.__doc__)
+    p.add_argument("action", choices=["list", "fetch", "check"])
+    p.add_argument("name", nargs="?", help="data set (fetch, check)")
+    p.add_argument("--data-dir", help="where data sets are kept (default: FEDBAYES_DATA or the user's cache)")
+    options = p.parse_args(arguments)
+    from .data import commands
+
+    if options.action == "list":
+        print(commands.render_sources(options.data_dir))
+        return 0
+    if not options.name:
+        raise ConfigError(f"data {options.action}: name the data set (fedbayes data list shows them).")
+    if options.action == "fetch":
+        print(commands.fetch(options.name, options.data_dir))
+        return 0
+    text, good = commands.render_check(options.name, options.data_dir)
+    print(text)
+    return 0 if good else 1
+
+
+def report(arguments: list[str]) -> int:
+    """Write the HTML report of one run, or of several overlaid."""
+    p = _parser("report", report.__doc__)
+    p.add_argument("runs", nargs="+", help="run directories, or folders that hold them")
+    p.add_argument("--out", help="file to write (default: report.html beside the run)")
+    options = p.parse_args(arguments)
+    from .report import write
+
+    print(write([Path(r) for r in options.runs], Path(options.out) if options.out else None))
+    return 0
+
+
+def predict(arguments: list[str]) -> int:
+    """Predict with a run's posterior and say how sure: class, probabilities, uncertainties per input."""
+    from .predictor import predict_command
+
+    return predict_command(arguments)
+
+
+def deploy(arguments: list[str]) -> int:
+    """Run the experiment over Flower: `deploy EXPERIMENT --nodes 3 --local` rehearses it on this machine."""
+    p = _parser("deploy", deploy.__doc__, add_help=False)
+    p.add_argument("experiment")
+    p.add_argument("--nodes", type=int, default=3, help="SuperNodes to start")
+    p.add_argument("--local", action="store_true", help="rehearse on loopback with TLS and authenticated nodes")
+    p.add_argument("--insecure", action="store_true", help="without TLS and node authentication")
+    p.add_argument("--out", help="run directory (default: runs/NAME-number)")
+    p.add_argument("--resume", action="store_true", help="continue the run that --out holds")
+    p.add_argument("--data-dir")
+    parsed = _split_help(p, arguments)
+    if parsed is None:
+        return 0
+    options, extra = parsed
+    if not options.local:
+        raise ConfigError("deploy starts nodes on this machine only with --local; docs/deploying.md has the real thing.")
+    experiment = experiment_from(options.experiment, extra)
+    from . import runner
+    from .flower.deploy import rehearse
+    from .rundir import fresh_directory
+
+    runner.check_names(experiment)
+    out = Path(options.out) if options.out else fresh_directory(runner.DEFAULT_ROOT, experiment.name)
+    return rehearse(
+        experiment, nodes=options.nodes, run_dir=out, insecure=options.insecure, resume=options.resume,
+        data_dir=options.data_dir,
+    )  # fmt: skip
+
+
+def recipes(arguments: list[str]) -> int:
+    """List the papers' tables and figures that can be reproduced, with what each needs."""
+    p = _parser("recipes", recipes.__doc__)
+    p.add_argument("--data-dir")
+    options = p.parse_args(arguments)
+    from .recipes import list_recipes
+
+    print(list_recipes(data_dir=options.data_dir))
+    return 0
+
+
+def reproduce(arguments: list[str]) -> int:
+    """Reproduce a paper's table: `reproduce fischer-table-2 --scale smoke|quick|full [--only ...]`."""
+    p = _parser("reproduce", reproduce.__doc__)
+    p.add_argument("recipe")
+    p.add_argument("--scale", choices=["smoke", "quick", "full"], default="quick")
+    p.add_argument("--only", action="append", default=[], help="run only cells whose label matches (repeatable)")
+    p.add_argument("--out", help="folder of the recipe's runs (default: runs/reproduce-RECIPE-SCALE)")
+    p.add_argument("--data-dir")
+    options = p.parse_args(arguments)
+    from .recipes import reproduce as carry_out
+
+    out = Path(options.out) if options.out else Path("runs") / f"reproduce-{options.recipe}-{options.scale}"
+    print(carry_out(options.recipe, options.scale, options.only, out, options.data_dir))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    f.__name__: f
+    for f in (
+        run, compare, demo, report, predict, deploy, partition, data, rules, experiments, recipes, reproduce,
+    )
+}  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Live progress: one bar over rounds, with the latest accuracy and sigma beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Progress:
+    """A listener for ``Federation`` that shows a bar; closes itself at the run's end."""
+
+    def __init__(self, rounds: int, name: str) -> None:
+        self._bar = tqdm(total=rounds, desc=name, unit="round", dynamic_ncols=True, leave=False)
+        self._shown: dict[str, str] = {}
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        """Take one event of the run."""
+        if event["kind"] == "round":
+            if self._bar.n == 0 and event["round"] > 1 and self._bar.total >= event["round"]:
+                self._bar.update(event["round"] - 1)  # resumed: earlier rounds are done
+            self._bar.update()
+            sigma = (event["fusion"].get("sigma") or {}).get("q50")
+            if sigma is not None:
+                self._shown["sigma"] = f"{sigma:.2g}"
+        elif event["kind"] == "evaluation" and event["split"] == "test" and event["model"] == "global":
+            self._shown["accuracy"] = f"{100 * event['metrics']['accuracy']:.1f}%"
+        elif event["kind"] == "note":
+            self._bar.write(f"round {event['round']}: {event['text']}")
+        elif event["kind"] == "pretrain":
+            self._shown["pre-training"] = f"{100 * event['metrics']['accuracy']:.1f}%"
+        elif event["kind"] == "end" and self._bar.n >= self._bar.total:
+            self.close()
+        self._bar.set_postfix(self._shown)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.close()
