@@ -1,0 +1,268 @@
+"""What a client minimises: the negative evidence lower bound per example, and the penalties beside it.
+
+A lane's loss is ``weighted mean cross-entropy + penalty(parameters, terms)``. The penalty is computed from the
+parameters, outside ``forward``; its coefficients are tensors (``Terms``), so that lanes may differ in them without
+recompiling. The KL divergence is the analytic one and a *sum* over weights:
+
+    -ELBO / n  =  mean over examples of E_q[-log p(y | x, w)]  +  KL(q || prior) / divisor
+
+Three divisors, by name (``kl_divisor``):
+
+- ``client``: the client's own examples (Loomis 2023). Each client's ELBO as if it were alone. Right for training one
+  client, or for one that keeps its model; in a federation the prior is counted once per client.
+- ``federation``: the examples of all clients. The size-weighted mean of the clients' objectives is then the negative
+  ELBO of the pooled data, divided by its size: right for averaging rules (fedavg, nwa, lp, aalv, wasserstein ...).
+- ``shared``: the client's own examples, with the prior to the power 1/K (``client_prior``). The product of the clients'
+  posteriors then holds the prior exactly once: right for product rules (conflation, precision). DWC takes the full
+  prior out K-1 times itself: use ``client`` with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .cohort import Assignment
+from .errors import ConfigError, PosteriorError, nearest
+from .nn.state import RHO, gaussian_names
+from .posterior import Posterior
+
+
+class Terms(NamedTuple):
+    """Coefficients of one lane's penalty, all tensors; stacked along a leading axis they serve many lanes.
+
+    A term is left out of the computation altogether where its structure says so: no ``anchor``, no proximal term;
+    an ``l2`` without elements, no L2 term. ``make_terms`` and ``stack_terms`` see to it.
+    """
+
+    kl: Tensor
+    """Multiplies KL(q || prior): KL weight / divisor."""
+    prior_mean: dict[str, Tensor]
+    """Prior means by Gaussian name: a scalar, or a tensor of the weight's shape."""
+    prior_variance: dict[str, Tensor]
+    """Prior variances likewise."""
+    l2: Tensor
+    """Multiplies the sum of squares of deterministic weights."""
+    proximal: Tensor
+    """FedProx: mu."""
+    anchor: dict[str, Tensor]
+    """Parameters (raw, with ``_rho``) at the start of the round, for the proximal term."""
+    divisor: Tensor
+    """What a KL is divided by; scales the proximal KL of Gaussian weights."""
+
+
+def kl_divisor(kl_scale: str, client_examples: int, federation_examples: int, clients: int = 1) -> float:
+    """Return the number a client's KL is divided by; see the module's text for when each scaling is right.
+
+    With ``shared`` the prior must be widened too: ``client_prior``.
+    """
+    divisors = {
+        "client": client_examples,
+        "federation": federation_examples,
+        "shared": client_examples,
+    }
+    if kl_scale not in divisors:
+        raise ConfigError(f"kl_scale '{kl_scale}' is unknown; {nearest(kl_scale, divisors)}")
+    if divisors[kl_scale] < 1 or clients < 1:
+        raise ConfigError(f"kl_scale '{kl_scale}' needs at least one example and one client.")
+    return float(divisors[kl_scale])
+
+
+def client_prior(
+    kl_scale: str, prior_std: float, prior: Posterior | None, clients: int
+) -> tuple[float, Posterior | None]:
+    """Return the prior each of K clients uses, as (standard deviation, posterior or None).
+
+    ``shared`` raises the prior to the power 1/K: a Gaussian of the same mean and K times the variance. The other
+    scalings leave it as it is. (Points of a posterior are no part of a prior and stay.)
+    """
+    if kl_scale != "shared":
+        return prior_std, prior
+    if prior is None:
+        return prior_std * math.sqrt(clients), None
+    widened = {n: (mean, variance * clients) for n, (mean, variance) in prior.gaussians.items()}
+    return prior_std, Posterior(widened, prior.points, prior.metadata)  # type: ignore[arg-type]
+
+
+def annealed(kl_weight: float, round: int, kl_anneal: int) -> float:
+    """Return the KL weight of a round (the first is 1): it rises linearly to full over ``kl_anneal`` rounds.
+
+    Annealing lets the means find a good region before the prior pulls; the bound itself holds only at full weight.
+    """
+    return kl_weight * min(1.0, round / (kl_anneal + 1)) if kl_anneal > 0 else kl_weight
+
+
+def gaussian_kl(
+    parameters: Mapping[str, Tensor], prior_mean: Mapping[str, Tensor], prior_variance: Mapping[str, Tensor]
+) -> Tensor:
+    """Return KL(q || prior) summed over every weight that has a ``_rho`` (mean-field Gaussians, closed form).
+
+    KL = sum[ (r² + z² - 1) / 2 - log r ] with r = sigma / s and z = (mu - m) / s, s² = v the prior's variance. Taken
+    element by element, so that near the prior nothing cancels in the sum, and with log r rather than log r², so that it
+    holds far below the square root of the smallest number.
+    """
+    total: Tensor | float = 0.0
+    for name in gaussian_names(parameters):
+        precision = prior_variance[name].rsqrt()
+        ratio = F.softplus(parameters[name + RHO]) * precision
+        shift = (parameters[name] - prior_mean[name]) * precision
+        total = total + (0.5 * (ratio.square() + shift.square() - 1) - ratio.log()).sum()
+    return torch.as_tensor(total)
+
+
+def squared_weights(parameters: Mapping[str, Tensor]) -> Tensor:
+    """Return the sum of squares of the deterministic weights: parameters called ``weight`` with two or more axes.
+
+    Biases, batch-norm parameters and Gaussian weights (their prior is their penalty) do not count.
+    """
+    gaussian = set(gaussian_names(parameters))
+    total: Tensor | float = 0.0
+    for name, t in parameters.items():
+        if name.rpartition(".")[2] == "weight" and t.dim() > 1 and name not in gaussian:
+            total = total + t.square().sum()
+    return torch.as_tensor(total)
+
+
+def proximal_point(parameters: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) -> Tensor:
+    """Return 1/2 · |w - w_start|² over the deterministic parameters: FedProx (Li et al. 2020) without its mu."""
+    gaussian = set(gaussian_names(parameters))
+    total: Tensor | float = 0.0
+    for name, t in parameters.items():
+        if name not in gaussian and not name.endswith(RHO):
+            total = total + 0.5 * (t - anchor[name]).square().sum()
+    return torch.as_tensor(total)
+
+
+def proximal_kl(parameters: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) -> Tensor:
+    """Return KL(q || q_start) over the Gaussian weights: what FedProx's distance becomes between distributions."""
+    names = gaussian_names(parameters)
+    variance = {n: F.softplus(anchor[n + RHO]).square() for n in names}
+    return gaussian_kl(parameters, anchor, variance)
+
+
+def penalty(parameters: Mapping[str, Tensor], terms: Terms) -> Tensor:
+    """Return everything of a lane's loss that is not the data's: a scalar, differentiable, fit for ``vmap``.
+
+    kl · KL(q || prior)  +  l2 · |deterministic weights|²  +  proximal · (|w - w_start|² / 2 + KL(q || q_start) / divisor)
+    """
+    total = terms.kl * gaussian_kl(parameters, terms.prior_mean, terms.prior_variance)
+    if terms.l2.numel():
+        total = total + terms.l2 * squared_weights(parameters)
+    if terms.anchor:
+        distance = proximal_point(parameters, terms.anchor) + proximal_kl(parameters, terms.anchor) / terms.divisor
+        total = total + terms.proximal * distance
+    return total
+
+
+def make_terms(
+    assignment: Assignment,
+    parameters: Mapping[str, Tensor],
+    *,
+    prior_std: Mapping[str, float] | None = None,
+    l2: bool | None = None,
+    proximal: bool | None = None,
+) -> Terms:
+    """Return the coefficients of one client's penalty for one round.
+
+    ``parameters`` are the client's at the start of the round (raw, by name): they name the Gaussian weights, give
+    device and type, and are the anchor of the proximal term. The prior is the assignment's posterior, or
+    N(0, prior_std²) everywhere; ``prior_std`` (glob pattern -> standard deviation, first match) sets it by layer.
+    ``l2`` and ``proximal`` force a term in (True) or out (False); by default it is there when its coefficient is not 0.
+    """
+    some = next(iter(parameters.values()))
+    scalar = torch.zeros((), dtype=torch.float32, device=some.device)
+    names = gaussian_names(parameters)
+    if assignment.prior is None:
+        mean = dict.fromkeys(names, scalar)
+        variance = {n: scalar + _prior_std(n, assignment.prior_std, prior_std) ** 2 for n in names}
+    else:
+        mean, variance = _prior_tensors(assignment.prior, parameters, names)
+    keep_l2 = assignment.l2 != 0 if l2 is None else l2
+    keep_proximal = assignment.proximal != 0 if proximal is None else proximal
+    return Terms(
+        kl=scalar + assignment.kl_weight / assignment.divisor,
+        prior_mean=mean,
+        prior_variance=variance,
+        l2=scalar + assignment.l2 if keep_l2 else scalar.new_zeros(0),
+        proximal=scalar + assignment.proximal,
+        anchor={n: t.detach().clone() for n, t in parameters.items()} if keep_proximal else {},
+        divisor=scalar + assignment.divisor,
+    )
+
+
+def _prior_std(name: str, default: float, by_layer: Mapping[str, float] | None) -> float:
+    std = next((s for pattern, s in (by_layer or {}).items() if fnmatchcase(name, pattern)), default)
+    if not 0 < std < math.inf:
+        raise ConfigError(f"prior_std of '{name}' is {std}; a prior's standard deviation is positive and finite.")
+    return std
+
+
+def _prior_tensors(
+    prior: Posterior, parameters: Mapping[str, Tensor], names: Sequence[str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    for name in names:
+        if name not in prior.gaussians:
+            raise PosteriorError(f"the prior has no Gaussian '{name}'; {nearest(name, prior.gaussians)}")
+        if prior.gaussians[name].mean.shape != parameters[name].shape:
+            raise PosteriorError(
+                f"the prior's '{name}' has shape {tuple(prior.gaussians[name].mean.shape)}, "
+                f"the network's {tuple(parameters[name].shape)}."
+            )
+    like = {n: {"device": parameters[n].device, "dtype": parameters[n].dtype} for n in names}
+    return (
+        {n: prior.gaussians[n].mean.detach().to(**like[n]) for n in names},
+        {n: prior.gaussians[n].variance.detach().to(**like[n]) for n in names},
+    )
+
+
+def stack_terms(lanes: Sequence[Terms]) -> Terms:
+    """Stack the terms of several lanes along a new leading axis, for ``vmap`` with ``in_dims=0``.
+
+    Lanes may differ in which terms they have: missing ones are filled in with a coefficient of 0, scalar priors are
+    spread out where another lane's are full tensors.
+    """
+    l2 = [t.l2 if t.l2.numel() else torch.zeros_like(t.kl) for t in lanes]
+    anchors = [t.anchor for t in lanes]
+    model = next((a for a in anchors if a), {})
+    filled = [a or {n: torch.zeros_like(t) for n, t in model.items()} for a in anchors]
+    return Terms(
+        kl=torch.stack([t.kl for t in lanes]),
+        prior_mean=_stack_by_name([t.prior_mean for t in lanes]),
+        prior_variance=_stack_by_name([t.prior_variance for t in lanes]),
+        l2=torch.stack(l2) if any(t.l2.numel() for t in lanes) else torch.stack([t.l2 for t in lanes]),
+        proximal=torch.stack([t.proximal if t.anchor else torch.zeros_like(t.proximal) for t in lanes]),
+        anchor=_stack_by_name(filled),
+        divisor=torch.stack([t.divisor for t in lanes]),
+    )
+
+
+def _stack_by_name(lanes: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {n: torch.stack(torch.broadcast_tensors(*(lane[n] for lane in lanes))) for n in lanes[0]}
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the weighted mean negative log likelihood per example: the data's part of the loss.
+
+    ``logits`` (B, C), or (S, B, C) for S weight samples, whose *losses* are averaged (the ELBO's expectation; averaging
+    probabilities instead would be another bound). ``weights`` (B,): 0 for the examples that complete a batch.
+    Computed in float32 whatever the network ran in.
+    """
+    flat = logits.float().reshape(-1, logits.shape[-1])
+    samples = flat.shape[0] // labels.shape[0]
+    losses = F.cross_entropy(flat, labels.repeat(samples), reduction="none").reshape(samples, -1).mean(0)
+    if weights is None:
+        return losses.mean()
+    return (losses * weights).sum() / weights.sum().clamp_min(1e-12)
+
+
+def sampled_logits(forward: Callable[[Tensor], Tensor], inputs: Tensor, samples: int = 1) -> Tensor:
+    """Return logits (S, B, C) of S independent passes, or (B, C) for one: more weight samples a step, less noise."""
+    if samples == 1:
+        return forward(inputs)
+    return torch.stack([forward(inputs) for _ in range(samples)])
