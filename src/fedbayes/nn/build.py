@@ -17,6 +17,7 @@ from . import networks
 from .bayesianize import Where, bayesianize
 from .initialize import INITIALIZERS, initialize
 from .layers import LAYERS
+from .resnet import RESNETS
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ def _pictures(channels: int) -> tuple[int, ...]:
     return (28, 28) if channels == 1 else (32, 32)
 
 
+def _seconds(channels: int) -> tuple[int, ...]:
+    """Three seconds of sound at 16 kHz; the network takes any length."""
+    return (48000,)
+
+
 def _vector(channels: int) -> tuple[int, ...]:
     """Inputs that are vectors of ``in_channels`` features."""
     return ()
@@ -51,6 +57,9 @@ NETWORKS: dict[str, Architecture] = {
     "reyes-mnist": Architecture(networks.reyes_mnist, _pictures),
     "reyes-cifar": Architecture(networks.reyes_cifar, _pictures),
     "fedbe-convnet": Architecture(networks.fedbe_convnet, _pictures),
+    "spectrogram-cnn": Architecture(networks.spectrogram_cnn, _pictures),
+    "waveform-cnn": Architecture(networks.waveform_cnn, _seconds),
+    **{name: Architecture(make, _pictures) for name, make in RESNETS.items()},
 }
 """The networks by name. A new one is one function and one line here (or ``register``)."""
 
@@ -133,7 +142,7 @@ def _own(name: str) -> Callable[..., nn.Module]:
         raise ConfigError(f"network '{name}': '{module_name}' has no '{attribute}'.") from None
     if not callable(made):
         raise ConfigError(f"network '{name}' is not a function or class that returns a torch.nn.Module.")
-    return made
+    return made  # type: ignore[return-value]
 
 
 def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -135,6 +135,47 @@ def fedbe_convnet(classes: int, input_shape: Shape) -> nn.Module:
     )
 
 
+def spectrogram_cnn(classes: int, input_shape: Shape, width: int = 0) -> nn.Module:
+    """A 2-D network for time-frequency pictures of any size: four 3×3 convolutions with batch-norm, average pooling.
+
+    ``width`` (16) channels after the first convolution, up to four times as many; about 61,000 parameters.
+    """
+    channels, _, _ = _image(input_shape, "spectrogram-cnn", 1)
+    width = width or 16
+    widths = [channels, width, 2 * width, 4 * width, 4 * width]
+    layers: dict[str, nn.Module] = {}
+    for i in range(4):
+        layers |= {
+            f"conv{i + 1}": nn.Conv2d(widths[i], widths[i + 1], 3, padding=1, bias=False),
+            f"bn{i + 1}": nn.BatchNorm2d(widths[i + 1]),
+            f"relu{i + 1}": nn.ReLU(),
+            f"pool{i + 1}": nn.MaxPool2d(2, ceil_mode=True) if i < 3 else nn.AdaptiveAvgPool2d(1),
+        }
+    return Plain(**layers, flatten=nn.Flatten(), fc=nn.Linear(widths[-1], classes))
+
+
+def waveform_cnn(classes: int, input_shape: Shape, width: int = 0) -> nn.Module:
+    """A 1-D network for waveforms of any length, shape (channels, samples), after M5 (Dai et al. 2017).
+
+    The first convolution is a bank of 80-sample filters taken every fourth sample; three short ones follow, each
+    after pooling by four; then the average over time. ``width`` (32) filters; about 26,000 parameters.
+    """
+    if len(input_shape) != 2:
+        raise ConfigError(f"waveform-cnn takes waveforms of shape (channels, samples), not {tuple(input_shape)}.")
+    width = width or 32
+    widths = [input_shape[0], width, width, 2 * width, 2 * width]
+    layers: dict[str, nn.Module] = {}
+    for i in range(4):
+        kernel, stride, padding = (80, 4, 40) if i == 0 else (3, 1, 1)
+        layers |= {
+            f"conv{i + 1}": nn.Conv1d(widths[i], widths[i + 1], kernel, stride, padding, bias=False),
+            f"bn{i + 1}": nn.BatchNorm1d(widths[i + 1]),
+            f"relu{i + 1}": nn.ReLU(),
+            f"pool{i + 1}": nn.MaxPool1d(4, ceil_mode=True) if i < 3 else nn.AdaptiveAvgPool1d(1),
+        }
+    return Plain(**layers, flatten=nn.Flatten(), fc=nn.Linear(widths[-1], classes))
+
+
 def _image(shape: Shape, name: str, least: int) -> tuple[int, int, int]:
     if len(shape) != 3 or min(shape[1:]) < least:
         raise ConfigError(
