@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -123,10 +123,138 @@ class Posterior:
 
 
 def kl(q: Posterior, p: Posterior) -> Tensor:
-    """KL(q‖p) summed over every Gaussian weight of the model, in float64; points do not count."""
+    """KL(q‖p) summed over every Gaussian weight of the model, in float64; points do not count.
+
+    With r = σ_q²/σ_p² - 1 a weight's share is ½ (r - log(1 + r) + (μ_q - μ_p)²/σ_p²): no cancellation where q is near p.
+    """
     total = torch.zeros((), dtype=torch.float64)
     for name, g in q.gaussians.items():
+        if name not in p.gaussians:
+            raise PosteriorError(
+                f"'{name}' is Gaussian in one posterior and missing in the other; KL needs the same names."
+            )
         mq, vq = g.mean.double(), g.variance.double()
-        mp, vp = p.gaussians[name].mean.double(), p.gaussians[name].variance.double()
-        total = total.to(mq.device) + 0.5 * ((vq + (mq - mp) ** 2) / vp - 1 - torch.log(vq / vp)).sum()
+        mp, vp = p.gaussians[name].mean.to(mq), p.gaussians[name].variance.to(vq)
+        r = (vq - vp) / vp
+        log = torch.where(r.abs() < 0.5, torch.log1p(r), torch.log(vq) - torch.log(vp))
+        total = total.to(mq.device) + 0.5 * (r - log + (mq - mp) ** 2 / vp).sum()
     return total
+
+
+class Refusal(PosteriorError):
+    """A client's posterior that cannot be fused: names the client, the tensor and the reason."""
+
+    def __init__(self, client: int | str, tensor: str, reason: str) -> None:
+        where = f": '{tensor}' {reason}" if tensor else f": {reason}"
+        super().__init__(f"client {client} is refused{where}.")
+        self.client, self.tensor, self.reason = client, tensor, reason
+
+
+def check(
+    posterior: Posterior, reference: Posterior, client: int | str = "?", *, allow_zero_variance: bool = False
+) -> None:
+    """Raise ``Refusal`` unless the posterior has the reference's names and shapes, finite numbers and positive variances.
+
+    Running variances (points named ``...running_var``) must not be negative. The common case costs one reduction over the model and
+    one transfer; only when it fails are tensors looked at one by one for the sentence.
+    """
+    for name, reason in _layout_faults(posterior, reference):
+        raise Refusal(client, name, reason)
+    healthy = [
+        (g.variance >= 0).all() & torch.isfinite(g.variance).all() & torch.isfinite(g.mean).all()
+        if allow_zero_variance
+        else (g.variance > 0).all() & torch.isfinite(g.variance).all() & torch.isfinite(g.mean).all()
+        for g in posterior.gaussians.values()
+    ]
+    healthy += [_point_ok(name, t) for name, t in posterior.points.items()]
+    if not healthy or bool(torch.stack(healthy).all()):
+        return
+    for name, reason in _number_faults(posterior, allow_zero_variance):
+        raise Refusal(client, name, reason)
+
+
+def _point_ok(name: str, t: Tensor) -> Tensor:
+    ok = torch.isfinite(t).all()
+    return ok & (t >= 0).all() if name.endswith("running_var") else ok
+
+
+def _layout_faults(posterior: Posterior, reference: Posterior) -> Iterator[tuple[str, str]]:
+    kinds = [
+        (
+            "Gaussian",
+            {n: g.mean for n, g in posterior.gaussians.items()},
+            {n: g.mean for n, g in reference.gaussians.items()},
+        )
+    ]
+    kinds.append(("point", dict(posterior.points), dict(reference.points)))
+    for kind, mine, expected in kinds:
+        for name in expected.keys() - mine.keys():
+            other = name in posterior.points or name in posterior.gaussians
+            yield name, f"should be a {kind} tensor but is not" if other else "is missing"
+        for name in mine.keys() - expected.keys():
+            yield name, "is not a tensor of this model"
+        for name, t in expected.items():
+            if mine[name].shape != t.shape:
+                yield name, f"has shape {tuple(mine[name].shape)} where {tuple(t.shape)} is expected"
+            if mine[name].dtype.is_floating_point != t.dtype.is_floating_point:
+                yield name, f"has type {mine[name].dtype} where {t.dtype} is expected"
+
+
+def _number_faults(posterior: Posterior, allow_zero_variance: bool) -> Iterator[tuple[str, str]]:
+    numbers = [(n, "mean", g.mean) for n, g in posterior.gaussians.items()]
+    numbers += [(n, "variance", g.variance) for n, g in posterior.gaussians.items()]
+    numbers += [(n, "value", t) for n, t in posterior.points.items()]
+    for name, what, t in numbers:
+        for word, bad in (("NaN", torch.isnan(t)), ("infinite", torch.isinf(t))):
+            if bool(bad.any()):
+                yield name, f"has {int(bad.sum())} {what}s that are {word} (of {t.numel()})"
+    for name, what, t in numbers:
+        if what == "variance":
+            bad = t < 0 if allow_zero_variance else t <= 0
+            if bool(bad.any()):
+                kind = "negative" if allow_zero_variance else "zero or negative"
+                yield (
+                    name,
+                    f"has {int(bad.sum())} variances that are {kind} (of {t.numel()}; least {float(t.min()):.3g})",
+                )
+        elif what == "value" and name.endswith("running_var") and bool((t < 0).any()):
+            yield name, f"has {int((t < 0).sum())} running variances that are negative (of {t.numel()})"
+
+
+QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
+_QUANTILE_SAMPLE = 2**20
+
+
+def sigma_statistics(
+    posterior: Posterior, previous: Posterior | None = None, floor: float = 1e-6
+) -> dict[str, float | dict[str, float]]:
+    """Return what ``metrics.jsonl`` says of sigma: mean, quantiles, ratio to the previous round's, share below a floor, layers.
+
+    ``ratio`` is the geometric mean over weights of sigma / previous sigma (absent without a previous posterior). Quantiles of more than about a
+    million weights come from every n-th one.
+    """
+    names = list(posterior.gaussians)
+    if not names:
+        return {}
+    sigmas = [posterior.gaussians[n].variance.reshape(-1).double().sqrt() for n in names]
+    flat = torch.cat(sigmas)
+    layers = torch.stack([s.mean() for s in sigmas])
+    sample = flat[:: max(1, -(-flat.numel() // _QUANTILE_SAMPLE))]
+    q = torch.quantile(sample, torch.tensor(QUANTILES, dtype=sample.dtype, device=sample.device))
+    numbers = [flat.mean()[None], (flat < floor).double().mean()[None], q, layers]
+    if previous is not None:
+        before = torch.cat([previous.gaussians[n].variance.reshape(-1).double() for n in names]).to(flat.device)
+        numbers.append((torch.log(flat) - 0.5 * torch.log(before)).mean().exp()[None])
+    mean, below, *rest = torch.cat(numbers).tolist()
+    result: dict[str, float | dict[str, float]] = {"mean": mean}
+    result |= {f"q{round(100 * p):02d}": x for p, x in zip(QUANTILES, rest)}
+    if previous is not None:
+        result["ratio"] = rest[-1]
+    result["floor_share"] = below
+    result["layers"] = dict(zip(names, rest[len(QUANTILES) :]))
+    return result
+
+
+def snr(posterior: Posterior) -> dict[str, Tensor]:
+    """Return the signal-to-noise ratio |μ|/σ of every Gaussian weight: below about 1 a weight can be pruned without loss."""
+    return {n: g.mean.abs() / g.variance.sqrt() for n, g in posterior.gaussians.items()}

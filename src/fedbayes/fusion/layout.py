@@ -1,0 +1,103 @@
+"""``Layout``: the names, shapes and types that every posterior of a federation shares, and flat views of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..posterior import Gaussian, Posterior
+
+
+class Entry(NamedTuple):
+    """One tensor of the layout."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Piece(NamedTuple):
+    """Part of a Gaussian tensor, by name and range of its flat view."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a posterior lies in two flat vectors: all Gaussian weights, and all points, each in order of name."""
+
+    gaussians: tuple[Entry, ...]
+    points: tuple[Entry, ...]
+    device: torch.device
+
+    @staticmethod
+    def of(reference: Posterior) -> Layout:
+        """Return the layout of a posterior."""
+        gaussians = tuple(Entry(n, g.mean.shape, g.mean.dtype) for n, g in sorted(reference.gaussians.items()))
+        points = tuple(Entry(n, t.shape, t.dtype) for n, t in sorted(reference.points.items()))
+        tensors = [g.mean for g in reference.gaussians.values()] or list(reference.points.values())
+        return Layout(gaussians, points, tensors[0].device if tensors else torch.device("cpu"))
+
+    @property
+    def weights(self) -> int:
+        """Number of Gaussian weights."""
+        return sum(e.shape.numel() for e in self.gaussians)
+
+    @property
+    def numbers(self) -> int:
+        """Number of point values."""
+        return sum(e.shape.numel() for e in self.points)
+
+    def blocks(self, most: int) -> list[tuple[Piece, ...]]:
+        """Cut the Gaussian weights, in order, into runs of about ``most``: small tensors together, large ones in parts."""
+        runs: list[list[Piece]] = []
+        filled = most
+        for entry in self.gaussians:
+            size = entry.shape.numel()
+            for start in range(0, size, most):
+                stop = min(start + most, size)
+                if filled + stop - start > most:
+                    runs.append([])
+                    filled = 0
+                runs[-1].append(Piece(entry.name, start, stop))
+                filled += stop - start
+        return [tuple(run) for run in runs]
+
+    def flat_gaussian(self, posterior: Posterior, pieces: Sequence[Piece] | None = None) -> Gaussian:
+        """Return mean and variance of those pieces (default: all) as flat float64 vectors on the layout's device."""
+        if pieces is None:
+            pieces = [Piece(e.name, 0, e.shape.numel()) for e in self.gaussians]
+        means = [posterior.gaussians[n].mean.reshape(-1)[a:b] for n, a, b in pieces]
+        variances = [posterior.gaussians[n].variance.reshape(-1)[a:b] for n, a, b in pieces]
+        return Gaussian(self._cat(means).double(), self._cat(variances).double())
+
+    def flat_points(self, posterior: Posterior) -> Tensor:
+        """Return all points as one flat float64 vector."""
+        return self._cat([posterior.points[e.name].double() for e in self.points]).double()
+
+    def build(self, flat: Gaussian, points: Tensor) -> Posterior:
+        """Return the posterior of flat vectors, in the layout's types: integers are rounded and stay integers."""
+        gaussians, at = {}, 0
+        for entry in self.gaussians:
+            piece = slice(at, at := at + entry.shape.numel())
+            mean, variance = flat.mean[piece].to(entry.dtype), flat.variance[piece].to(entry.dtype)
+            gaussians[entry.name] = Gaussian(mean.reshape(entry.shape), variance.reshape(entry.shape))
+        fused, at = {}, 0
+        for entry in self.points:
+            piece = points[at : (at := at + entry.shape.numel())]
+            if not (entry.dtype.is_floating_point or entry.dtype.is_complex):
+                piece = piece.round()
+            fused[entry.name] = piece.to(entry.dtype).reshape(entry.shape)
+        return Posterior(gaussians, fused)
+
+    def _cat(self, tensors: list[Tensor]) -> Tensor:
+        if not tensors:
+            return torch.zeros(0, dtype=torch.float64, device=self.device)
+        flat = [t.detach().reshape(-1).to(self.device) for t in tensors]
+        return flat[0] if len(flat) == 1 else torch.cat(flat)

@@ -1,0 +1,168 @@
+"""Weights of the clients: equal, by size, by discrepancy, by distance, or the user's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, PosteriorError, nearest
+from ..posterior import Posterior, kl
+from .layout import Layout
+
+Client = int | str
+KL_FLOOR = 1e-12
+"""Least KL (nats, whole model) a weight is divided by: equal posteriors are equally close, not infinitely important."""
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """A way of weighing clients, by name."""
+
+    name: str
+    aliases: tuple[str, ...]
+    formula: str
+    papers: str
+    when: str
+    uses_individuals: bool
+    """Whether it needs every client's posterior at once (so it neither streams nor works under secure aggregation)."""
+    needs_previous: bool
+    compute: Callable[[Mapping[Client, int], Mapping[Client, Posterior], Posterior | None], Mapping[Client, float]]
+
+
+_WEIGHTINGS: dict[str, Weighting] = {}
+
+
+def register_weighting(weighting: Weighting) -> Weighting:
+    """Make a weighting usable by its name and aliases everywhere, including configuration files."""
+    for name in (weighting.name, *weighting.aliases):
+        if name in _WEIGHTINGS and _WEIGHTINGS[name].name != weighting.name:
+            raise ConfigError(f"the weighting name '{name}' is taken by '{_WEIGHTINGS[name].name}'; choose another.")
+        _WEIGHTINGS[name] = weighting
+    return weighting
+
+
+def weightings() -> tuple[Weighting, ...]:
+    """Return every registered weighting, once each."""
+    return tuple({w.name: w for w in _WEIGHTINGS.values()}.values())
+
+
+def get_weighting(name: str) -> Weighting:
+    """Return the weighting of that name or alias."""
+    found = _WEIGHTINGS.get(name.strip().lower().replace("_", "-"))
+    if found is None:
+        raise ConfigError(f"there is no weighting '{name}'; {nearest(name, _WEIGHTINGS)}")
+    return found
+
+
+def client_weights(
+    weighting: str | Weighting | Mapping[Client, float],
+    sizes: Mapping[Client, int],
+    posteriors: Mapping[Client, Posterior] | None = None,
+    previous: Posterior | None = None,
+) -> dict[Client, float]:
+    """Return the clients' weights, summing to one, in the order of ``sizes``.
+
+    ``weighting`` is a name, or a mapping of the user's own weights (normalised here). ``posteriors`` is needed by
+    weightings that compare posteriors, ``previous`` by distance to the previous global one.
+    """
+    if not sizes:
+        raise PosteriorError("there are no clients to weigh.")
+    if isinstance(weighting, Mapping):
+        missing = [c for c in sizes if c not in weighting]
+        if missing:
+            raise ConfigError(f"client {missing[0]} has no weight; give one for each of {list(sizes)}.")
+        return _normalised({c: float(weighting[c]) for c in sizes})
+    chosen = get_weighting(weighting) if isinstance(weighting, str) else weighting
+    if chosen.uses_individuals:
+        missing = [c for c in sizes if c not in (posteriors or {})]
+        if missing:
+            raise ConfigError(
+                f"the weighting '{chosen.name}' needs every client's posterior; client {missing[0]} has none."
+            )
+    if chosen.needs_previous and previous is None:
+        raise ConfigError(f"the weighting '{chosen.name}' needs the previous global posterior.")
+    return _normalised({c: float(w) for c, w in chosen.compute(sizes, posteriors or {}, previous).items()})
+
+
+def _normalised(weights: dict[Client, float]) -> dict[Client, float]:
+    for client, weight in weights.items():
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigError(f"the weight of client {client} is {weight}; weights must be finite and not negative.")
+    total = math.fsum(weights.values())
+    if total <= 0:
+        raise ConfigError("all clients have weight 0; at least one must be positive.")
+    return {c: w / total for c, w in weights.items()}
+
+
+def pairwise_kl(posteriors: Mapping[Client, Posterior]) -> Tensor:
+    """Return the matrix KL(qᵢ‖qⱼ) in nats over the whole model, by matrix products in float64.
+
+    KL = ½ Σ (log σⱼ² - log σᵢ² + (σᵢ² + (μᵢ-μⱼ)²)/σⱼ² - 1). Expanded, Σ (σᵢ² + μᵢ²)/σⱼ² - 2 Σ μᵢ μⱼ/σⱼ² + Σ μⱼ²/σⱼ² are two products of
+    K×P by P×K matrices. Means are centred on their average first, so that little cancels. O(K² P) arithmetic but O(K P)
+    memory traffic, against K² passes over the model.
+    """
+    clients = list(posteriors)
+    layout = Layout.of(posteriors[clients[0]])
+    k, device = len(clients), layout.device
+    result = torch.zeros(k, k, dtype=torch.float64, device=device)
+    most = max(1, 2**24 // k)
+    for pieces in layout.blocks(most):
+        flats = [layout.flat_gaussian(posteriors[c], pieces) for c in clients]
+        result += _pairwise_block(torch.stack([f.mean for f in flats]), torch.stack([f.variance for f in flats]))
+    return result.clamp_(min=0).fill_diagonal_(0)
+
+
+def _pairwise_block(means: Tensor, variances: Tensor) -> Tensor:
+    """Return the (K, K) matrix of KL summed over one block of weights."""
+    means = means - means.mean(0)
+    precision, log = 1 / variances, torch.log(variances).sum(1)
+    scaled = means * precision
+    cross = (variances + means * means) @ precision.T - 2 * (means @ scaled.T) + (means * scaled).sum(1)[None, :]
+    return 0.5 * (cross + log[None, :] - log[:, None] - means.shape[1])
+
+
+def _discrepancy(reading: str) -> Callable[..., Mapping[Client, float]]:
+    def compute(
+        sizes: Mapping[Client, int], posteriors: Mapping[Client, Posterior], previous: Posterior | None
+    ) -> dict:
+        clients = list(sizes)
+        if len(clients) == 1:
+            return {clients[0]: 1.0}
+        matrix = pairwise_kl({c: posteriors[c] for c in clients})
+        fill = -math.inf if reading == "farthest" else math.inf
+        matrix = matrix.fill_diagonal_(fill)
+        extreme = matrix.amax(1) if reading == "farthest" else matrix.amin(1)
+        return {c: 1 / max(float(d), KL_FLOOR) for c, d in zip(clients, extreme.tolist())}
+
+    return compute
+
+
+def _distance(sizes: Mapping[Client, int], posteriors: Mapping[Client, Posterior], previous: Posterior | None) -> dict:
+    assert previous is not None
+    return {c: 1 / max(float(kl(previous, posteriors[c])), KL_FLOOR) for c in sizes}
+
+
+register_weighting(
+    Weighting("equal", ("uniform",), "wₖ = 1/K", "Fischer 2024 eq. (18); Ozer 2022 FVBA", "sizes are secret or alike", False, False,
+              lambda sizes, posteriors, previous: dict.fromkeys(sizes, 1.0))
+)  # fmt: skip
+register_weighting(
+    Weighting("size", ("train-size", "examples"), "wₖ = |Dₖ|/|D|", "Fischer 2024 eq. (19); Ozer 2022 FVBWA; McMahan 2017",
+              "the default: every example counts once", False, False, lambda sizes, posteriors, previous: sizes)
+)  # fmt: skip
+register_weighting(
+    Weighting("max-discrepancy", (), "γₖ = 1/max_{j≠k} KL(qₖ‖qⱼ)", "Fischer 2024 eq. (20) by its name", "extreme clients should count less",
+              True, False, _discrepancy("farthest"))
+)  # fmt: skip
+register_weighting(
+    Weighting("max-discrepancy-nearest", (), "γₖ = max_{j≠k} 1/KL(qₖ‖qⱼ)", "Fischer 2024 eq. (20) as printed",
+              "clients with a close neighbour should count more", True, False, _discrepancy("nearest"))
+)  # fmt: skip
+register_weighting(
+    Weighting("distance", (), "γₖ = 1/KL(q_g‖qₖ)", "Fischer 2024 eq. (21)", "clients far from the previous global posterior should count less",
+              True, True, _distance)
+)  # fmt: skip
