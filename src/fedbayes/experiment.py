@@ -329,6 +329,8 @@ class Sonar:
     """Synthetic sea: listening sites."""
     length: float = 6.0
     """Synthetic sea: seconds per recording."""
+    traffic: float = 0.0
+    """Synthetic sea: Dirichlet concentration of the vessel classes at each site (0: all alike; small: unequal)."""
     snr: tuple[float, float] = (-6.0, 12.0)
     """Synthetic sea: signal-to-noise ratios are drawn between these, dB in the band from 20 Hz to half the rate."""
 
