@@ -1,0 +1,213 @@
+"""``LocalCohort``: clients that train in this process, one after another or many at once on lanes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..cohort import Assignment, Update
+from ..data import Examples, Transform
+from ..errors import ConfigError, RunError
+from ..experiment import Engine, Local
+from ..nn.state import to_posterior
+from ..objective import gaussian_kl, make_terms
+from ..posterior import Gaussian, Posterior
+from .choice import choose_lanes
+from .lanes import LaneLoop
+from .layout import StateLayout
+from .optimizers import Memory, moments_of
+from .plain import PlainLoop
+from .setting import VARIANCE_FLOOR, Capture, Job, Outcome, Setting, needs_penalty, resolve_device
+
+Shards = Sequence[np.ndarray] | Sequence[Sequence[np.ndarray]]
+
+
+class LocalCohort:
+    """The clients of one federation, or of several that share network and data, trained in this process.
+
+    ``shards`` holds one array of indices into ``examples`` per client; for several runs, one such list per run
+    (``Assignment.run`` says which). ``engine.lanes`` is 1 for the plain loop, n for up to n clients at once, 0 to
+    measure which is faster (see ``lanes``). ``samples`` is the number of noise draws averaged per training step.
+
+    ``capture_moment`` makes each update's posterior carry, for every deterministic parameter, the mean of Adam's second
+    raw moment over the second half of the last local epoch as its variance (Reyes et al. 2021), at least 1e-12;
+    ``moment_bias_correction`` says whether the moment is divided by 1 - beta2^t first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        examples: Examples,
+        shards: Shards,
+        transform: Transform,
+        local: Local,
+        engine: Engine,
+        samples: int = 1,
+        *,
+        capture_moment: bool = False,
+        moment_bias_correction: bool = True,
+    ) -> None:
+        _check(local, engine, samples, capture_moment)
+        device = resolve_device(engine.device)
+        self.setting = Setting(
+            model, examples.to(device), transform.to(device), local, engine, device, samples,
+            Capture(capture_moment, moment_bias_correction), StateLayout.of(model),
+        )  # fmt: skip
+        self.shards = by_run(shards)
+        self._lanes = engine.lanes
+        self._why = "asked for" if engine.lanes else ""
+        self._memories: dict[tuple[int, int], Memory] = {}
+        self._statistics: dict[str, Any] = {}
+        self._loops: dict[int, Any] = {}
+
+    # -- the protocol ----------------------------------------------------------------------------------------
+
+    def sizes(self, run: int = 0) -> dict[int, int]:
+        """Return how many examples each client holds."""
+        return {client: len(shard) for client, shard in enumerate(self._shards_of(run))}
+
+    @property
+    def lanes(self) -> int:
+        """Clients trained together: what was asked for or, from the first ``train`` on, what was chosen (0: not yet)."""
+        return self._lanes
+
+    def resolve(self, assignments: Sequence[Assignment]) -> int:
+        """Choose the number of lanes now, where it was left open, by measuring on these assignments; return it."""
+        if self._lanes == 0:
+            jobs = [self._job(a) for a in assignments]
+            self._lanes, self._why = choose_lanes(self.setting, jobs)
+        return self._lanes
+
+    def train(self, assignments: Sequence[Assignment]) -> Iterator[Update]:
+        """Train every assignment and yield each client's update as it ends."""
+        jobs = [self._job(a) for a in assignments]
+        if not jobs:
+            return
+        started = time.perf_counter()
+        lanes = self.resolve(assignments)
+        loop = self._loop(lanes)
+        for outcome in loop.train(jobs):
+            a = outcome.job.assignment
+            if outcome.memory is not None:
+                self._memories[a.run, a.client] = outcome.memory
+            yield self._update(outcome, started)
+        self._measure(loop, jobs, lanes, time.perf_counter() - started)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what the last ``train`` cost."""
+        return dict(self._statistics)
+
+    def state(self) -> dict[str, Any]:
+        """Return the chosen number of lanes and the optimisers that persist."""
+        memories = {f"{run}/{client}": m for (run, client), m in self._memories.items()}
+        return {
+            "lanes": self._lanes,
+            "optimizers": {key: {"steps": m.steps, "rows": dict(m.rows)} for key, m in memories.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back what ``state`` gave."""
+        if self._lanes == 0 and state.get("lanes"):
+            self._lanes, self._why = int(state["lanes"]), "as in the checkpoint"
+        self._memories = {}
+        for key, kept in state.get("optimizers", {}).items():
+            run, client = key.split("/")
+            self._memories[int(run), int(client)] = Memory(int(kept["steps"]), dict(kept["rows"]))
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _shards_of(self, run: int) -> Sequence[np.ndarray]:
+        if not 0 <= run < len(self.shards):
+            raise RunError(f"this cohort holds the clients of {len(self.shards)} runs; run {run} is not one of them.")
+        return self.shards[run]
+
+    def _job(self, assignment: Assignment) -> Job:
+        shards = self._shards_of(assignment.run)
+        if not 0 <= assignment.client < len(shards):
+            raise RunError(
+                f"client {assignment.client} does not exist: this cohort holds clients 0 to {len(shards) - 1}."
+            )
+        memory = self._memories.get((assignment.run, assignment.client)) if self.setting.local.keep_state else None
+        return Job(assignment, shards[assignment.client], memory)
+
+    def _loop(self, lanes: int) -> PlainLoop | LaneLoop:
+        if lanes not in self._loops:
+            self._loops[lanes] = PlainLoop(self.setting) if lanes == 1 else LaneLoop(self.setting, lanes)
+        return self._loops[lanes]
+
+    def _update(self, outcome: Outcome, started: float) -> Update:
+        a, batches = outcome.job.assignment, outcome.batches
+        metrics = self._metrics(outcome) | {
+            "steps": float(batches.steps), "seconds": time.perf_counter() - started,
+        }  # fmt: skip
+        return Update(a.client, a.round, self._posterior(outcome), len(outcome.job.shard), metrics, a.run)
+
+    def _posterior(self, outcome: Outcome) -> Posterior:
+        posterior = to_posterior(outcome.state)
+        if not outcome.moment:
+            return posterior
+        names = [n for n in outcome.moment if n in posterior.points]
+        captured = {
+            n: Gaussian(posterior.points[n], outcome.moment[n].clamp(min=VARIANCE_FLOOR)) for n in names
+        }  # fmt: skip
+        points = {n: t for n, t in posterior.points.items() if n not in captured}
+        return Posterior({**posterior.gaussians, **captured}, points, posterior.metadata)
+
+    def _metrics(self, outcome: Outcome) -> dict[str, float]:
+        """Return loss and nll per example over the last epoch, and the KL to the prior after it, in nats."""
+        tail = outcome.batches.tail
+        weights = outcome.batches.real[-tail:].sum(axis=1)
+        loss, nll = (float(np.average(column, weights=weights)) for column in outcome.losses[-tail:].T)
+        a, s = outcome.job.assignment, self.setting
+        divergence = 0.0
+        if needs_penalty(s, a):
+            trained = {n: outcome.state[n] for n in s.layout.trained.names}
+            terms = make_terms(a, trained, l2=False, proximal=False)
+            divergence = float(gaussian_kl(trained, terms.prior_mean, terms.prior_variance))
+        return {"loss": loss, "nll": nll, "kl": divergence}
+
+    def _measure(self, loop: PlainLoop | LaneLoop, jobs: Sequence[Job], lanes: int, seconds: float) -> None:
+        steps = [job.steps(self.setting.local) for job in jobs]
+        plain = isinstance(loop, PlainLoop)
+        done = sum(steps) if plain else loop.lane_steps
+        self._statistics = {
+            "lanes": lanes,
+            "why": self._why,
+            "steps": sum(steps) if plain else loop.steps,
+            "lane_steps": done,
+            "real_lane_steps": sum(steps),
+            "occupancy": sum(steps) / done,
+            "seconds": seconds,
+            "compile_seconds": getattr(loop, "compile_seconds", 0.0),
+        }
+        if self.setting.device.type == "cuda":
+            self._statistics["peak_memory"] = torch.cuda.max_memory_allocated(self.setting.device)
+
+
+def by_run(shards: Shards) -> list[list[np.ndarray]]:
+    """Return shards as one list of index arrays per run."""
+    shards = list(shards)
+    if shards and not isinstance(shards[0], (np.ndarray, Tensor)):
+        return [[np.asarray(shard, dtype=np.int64) for shard in run] for run in shards]
+    return [[np.asarray(shard, dtype=np.int64) for shard in shards]]
+
+
+def _check(local: Local, engine: Engine, samples: int, capture_moment: bool) -> None:
+    moments_of(local)
+    if engine.lanes < 0:
+        raise ConfigError(
+            f"engine.lanes is {engine.lanes}; 1 is the plain loop, n trains n clients at once, 0 measures."
+        )
+    if local.batch_size < 1:
+        raise ConfigError(f"local.batch_size is {local.batch_size}; it must be at least 1.")
+    if samples < 1:
+        raise ConfigError(f"objective.samples is {samples}; at least one noise draw per step is needed.")
+    if capture_moment and local.optimizer != "adam":
+        raise ConfigError(
+            f"local.optimizer is '{local.optimizer}', but the second moment that precision weighting needs is Adam's; use 'adam'."
+        )

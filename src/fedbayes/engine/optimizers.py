@@ -1,0 +1,181 @@
+"""Optimisers: torch's own for the plain loop, and the same formulas on (lane, parameter) rows for many clients.
+
+The lane forms follow ``torch.optim`` operation by operation (Adam: Kingma & Ba 2015 with bias correction; SGD with
+momentum, Nesterov's form by option; weight decay as an L2 gradient), so that lanes and plain loop agree to rounding.
+Steps, rates and moments are per lane.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, nearest
+from ..experiment import Local
+from ..nn.state import RHO
+from .layout import Layout
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates: of the means and deterministic weights, and of the untransformed sigmas."""
+
+    mean: float
+    sigma: float
+
+    @staticmethod
+    def of(local: Local, learning_rate: float) -> Rates:
+        """Return a round's rates: a sigma rate of its own follows the same schedule as the means'."""
+        if not local.sigma_learning_rate:
+            return Rates(learning_rate, learning_rate)
+        schedule = learning_rate / local.learning_rate if local.learning_rate else 1.0
+        return Rates(learning_rate, local.sigma_learning_rate * schedule)
+
+
+MOMENTS: Mapping[str, tuple[str, ...]] = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+"""The rows an optimiser keeps, by torch's names for them."""
+
+
+def moments_of(local: Local) -> tuple[str, ...]:
+    """Return the names of the rows this optimiser keeps."""
+    if local.optimizer not in MOMENTS:
+        raise ConfigError(f"local.optimizer '{local.optimizer}' is not known; {nearest(local.optimizer, MOMENTS)}")
+    return () if local.optimizer == "sgd" and not local.momentum else MOMENTS[local.optimizer]
+
+
+# -- the plain loop ------------------------------------------------------------------------------------------
+
+
+def torch_optimizer(local: Local, parameters: Mapping[str, nn.Parameter], rates: Rates) -> torch.optim.Optimizer:
+    """Return torch's optimiser for one client, sigmas in a parameter group of their own."""
+    moments_of(local)
+    means = [p for n, p in parameters.items() if not n.endswith(RHO)]
+    sigmas = [p for n, p in parameters.items() if n.endswith(RHO)]
+    groups = [{"params": group, "lr": lr} for group, lr in ((means, rates.mean), (sigmas, rates.sigma)) if group]
+    if local.optimizer == "adam":
+        return torch.optim.Adam(
+            groups, lr=rates.mean, betas=local.betas, eps=local.eps, weight_decay=local.weight_decay
+        )  # fmt: skip
+    return torch.optim.SGD(
+        groups, lr=rates.mean, momentum=local.momentum, nesterov=local.nesterov and local.momentum > 0,
+        weight_decay=local.weight_decay,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An optimiser's state as flat rows, so that it can be kept, saved and moved between lanes and the plain loop."""
+
+    steps: int
+    rows: Mapping[str, Tensor]
+
+
+def remember(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], layout: Layout, local: Local
+) -> Memory:
+    """Read torch's optimiser into rows."""
+    first = optimizer.state[parameters[layout.names[0]]]
+    rows = {
+        moment: torch.cat([optimizer.state[parameters[n]][moment].reshape(-1) for n in layout.names]).clone()
+        for moment in moments_of(local)
+    }
+    return Memory(int(first["step"]) if "step" in first else 0, rows)
+
+
+def recall(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], layout: Layout, memory: Memory
+) -> None:
+    """Put rows back into torch's optimiser."""
+    for moment, row in memory.rows.items():
+        for name, value in layout.views(row).items():
+            parameter = parameters[name]
+            optimizer.state[parameter][moment] = value.to(parameter.device).clone()
+            if moment.startswith("exp"):
+                optimizer.state[parameter]["step"] = torch.tensor(float(memory.steps))
+
+
+# -- lanes ---------------------------------------------------------------------------------------------------
+
+
+def clip(gradients: Tensor, norm: float) -> Tensor:
+    """Scale each lane's gradient to at most ``norm`` (as ``torch.nn.utils.clip_grad_norm_``)."""
+    lengths = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
+    return gradients * (norm / (lengths + 1e-6)).clamp(max=1.0)
+
+
+def lane_update(
+    local: Local,
+    split: int,
+    parameters: Tensor,
+    gradients: Tensor,
+    moments: tuple[Tensor, ...],
+    steps: Tensor,
+    rates: Tensor,
+) -> None:
+    """Take one optimiser step on every lane, in place.
+
+    ``parameters``, ``gradients`` and each of ``moments`` are (lanes, P); ``steps`` (lanes, 1) float64 counts each lane's
+    own steps and is advanced; ``rates`` (lanes, 2) float64 are the learning rates of elements before and from ``split``.
+    """
+    if local.clip_norm:
+        gradients = clip(gradients, local.clip_norm)
+    if local.weight_decay:
+        gradients = gradients.add(parameters, alpha=local.weight_decay)
+    steps.add_(1)
+    if local.optimizer == "adam":
+        _adam(local, split, parameters, gradients, moments, steps, rates)
+    else:
+        _sgd(local, split, parameters, gradients, moments, rates)
+
+
+def _adam(
+    local: Local,
+    split: int,
+    parameters: Tensor,
+    gradients: Tensor,
+    moments: tuple[Tensor, ...],
+    steps: Tensor,
+    rates: Tensor,
+) -> None:
+    first, second = moments
+    beta1, beta2 = local.betas
+    first.lerp_(gradients, 1 - beta1)
+    second.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
+    correction = (1 - beta2**steps).sqrt()
+    denominator = second.sqrt().div_(correction.to(second.dtype)).add_(local.eps)
+    move = first / denominator
+    _descend(parameters, move, rates / (1 - beta1**steps), split)
+
+
+def _sgd(
+    local: Local, split: int, parameters: Tensor, gradients: Tensor, moments: tuple[Tensor, ...], rates: Tensor
+) -> None:
+    move = gradients
+    if moments:
+        (momentum,) = moments
+        momentum.mul_(local.momentum).add_(gradients)
+        move = gradients.add(momentum, alpha=local.momentum) if local.nesterov else momentum
+    _descend(parameters, move, rates, split)
+
+
+def _descend(parameters: Tensor, move: Tensor, rates: Tensor, split: int) -> None:
+    """Subtract rate × move, with the second rate from ``split`` on."""
+    rates = rates.to(parameters.dtype)
+    if split < parameters.shape[1]:
+        parameters[:, split:].addcmul_(move[:, split:], rates[:, 1:], value=-1)
+    if split:
+        parameters[:, :split].addcmul_(move[:, :split], rates[:, :1], value=-1)
+
+
+def corrected_second_moment(second: Tensor, steps: Tensor, local: Local) -> Tensor:
+    """Return Adam's second raw moment divided by its bias correction 1 - beta2^t."""
+    return second / (1 - local.betas[1] ** steps).to(second.dtype)
+
+
+def second_half(steps: int, tail: int) -> int:
+    """Return the first step (0-based) of the second half of the last epoch: where Adam's moment is captured from."""
+    return steps - max(1, math.ceil(tail / 2))

@@ -1,0 +1,116 @@
+"""The plain loop: one client after another, an ordinary module, torch's own optimiser.
+
+It is the reference that lanes must agree with, and what a federated node runs: on the CPU it gives the same bits in
+whatever process it runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..nn.state import state_of
+from ..objective import Terms, cross_entropy, make_terms, penalty, sampled_logits
+from ..seeds import derive
+from .optimizers import Rates, corrected_second_moment, recall, remember, second_half, torch_optimizer
+from .plan import Batches
+from .setting import Job, Outcome, Setting, needs_penalty, starting_state
+
+
+class PlainLoop:
+    """Trains jobs one after another on one working copy of the network."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.model = copy.deepcopy(setting.model).to(setting.device).train()
+        self.parameters: dict[str, nn.Parameter] = {
+            n: p for n, p in self.model.named_parameters() if p.requires_grad
+        }  # fmt: skip
+
+    def train(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        """Train each job from its own start."""
+        for job in jobs:
+            devices = [self.setting.device] if self.setting.device.type == "cuda" else []
+            with torch.random.fork_rng(devices=devices):
+                outcome = self._train(job, job.batches(self.setting))
+            yield outcome
+
+    def _train(self, job: Job, batches: Batches) -> Outcome:
+        s, a = self.setting, job.assignment
+        start = starting_state(a.start, s.layout, s.device)
+        s.layout.check(start, a.client)
+        with torch.no_grad():
+            for name, tensor in state_of(self.model).items():
+                tensor.copy_(start[name])
+        terms = make_terms(a, {n: start[n] for n in s.layout.trained.names}) if needs_penalty(s, a) else None
+        optimizer = torch_optimizer(s.local, self.parameters, Rates.of(s.local, a.learning_rate))
+        if job.memory is not None:
+            recall(optimizer, self.parameters, s.layout.trained, job.memory)
+        torch.manual_seed(derive(a.seed, "noise", a.round, a.client))
+        moment = _MomentMean(s, self.parameters) if s.capture.enabled else None
+        losses, first = [], second_half(batches.steps, batches.tail)
+        for step, (x, y, real) in enumerate(self._batches(batches, a.client)):
+            losses.append(self._step(optimizer, x, y, real, terms))
+            if moment is not None and step >= first:
+                moment.add(optimizer)
+        return Outcome(
+            job,
+            {n: t.detach() for n, t in state_of(self.model).items()},
+            torch.stack(losses).double().cpu().numpy() if losses else np.zeros((0, 2)),
+            batches,
+            remember(optimizer, self.parameters, s.layout.trained, s.local) if s.local.keep_state else None,
+            moment.mean() if moment is not None else {},
+        )
+
+    def _batches(self, batches: Batches, client: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        s = self.setting
+        indices, real = s.to_device(batches.indices), s.to_device(batches.real)
+        augmentation = {key: s.to_device(value) for key, value in batches.augmentation.items()}
+        for step in range(batches.steps):
+            numbers = {key: value[step] for key, value in augmentation.items()}
+            yield s.inputs(indices[step], client, numbers), s.examples.labels[indices[step]], real[step]
+
+    def _step(
+        self, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, real: Tensor, terms: Terms | None
+    ) -> Tensor:
+        """Take one step; return (loss, nll)."""
+        s = self.setting
+        with s.autocast():
+            logits = sampled_logits(self.model, x, s.samples)
+        nll = cross_entropy(logits, y, real)
+        loss = nll if terms is None else nll + penalty(self.parameters, terms)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        for p in self.parameters.values():
+            if p.grad is None:  # a parameter the forward pass did not use decays and is counted like the others
+                p.grad = torch.zeros_like(p)
+        if s.local.clip_norm:
+            torch.nn.utils.clip_grad_norm_(self.parameters.values(), s.local.clip_norm)
+        optimizer.step()
+        return torch.stack([loss.detach(), nll.detach()])
+
+
+class _MomentMean:
+    """Running mean of Adam's second raw moment (Reyes et al. 2021)."""
+
+    def __init__(self, setting: Setting, parameters: dict[str, nn.Parameter]) -> None:
+        self.setting, self.parameters, self.count = setting, parameters, 0
+        self.total = {n: torch.zeros_like(p) for n, p in parameters.items()}
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add the moment after one step."""
+        self.count += 1
+        for name, p in self.parameters.items():
+            state = optimizer.state[p]
+            second = state["exp_avg_sq"]
+            if self.setting.capture.bias_correction:
+                second = corrected_second_moment(second, state["step"].double(), self.setting.local)
+            self.total[name] += second
+
+    def mean(self) -> dict[str, Tensor]:
+        """Return the mean so far."""
+        return {n: t / self.count for n, t in self.total.items()}

@@ -1,0 +1,174 @@
+"""The state of all lanes: matrices with one row a lane, so that a client moves between lanes as a row copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..objective import Terms
+from .layout import Layout
+from .optimizers import Memory, Rates, moments_of
+from .setting import Job, Setting, starting_state
+
+_SCALARS = ("kl", "l2", "proximal", "prior variance", "divisor")
+
+
+class Rows:
+    """Everything that belongs to the client on a lane, row by row.
+
+    Optional parts exist only where a job of the launch needs them: ``anchor`` (proximal term), ``prior`` (a posterior as
+    prior), ``captured`` (Adam's second moment). What exists is decided once per launch, so shapes never change in it.
+    """
+
+    def __init__(self, setting: Setting, jobs: Sequence[Job], lanes: int) -> None:
+        self.setting, self.lanes = setting, lanes
+        trained = setting.layout.trained
+        self.parameters = self._zeros(trained.size)
+        self.others = {
+            dtype: torch.zeros(lanes, layout.size, dtype=dtype, device=setting.device)
+            for dtype, layout in setting.layout.others.items()
+        }
+        self.moments = {name: self._zeros(trained.size) for name in moments_of(setting.local)}
+        self.steps = self._zeros(1, torch.float64)
+        self.rates = self._zeros(2, torch.float64)
+        self.client = torch.zeros(lanes, dtype=torch.int64, device=setting.device)
+        self.scalars = self._zeros(len(_SCALARS)) + 1  # idle lanes need a positive prior variance and divisor
+        assignments = [job.assignment for job in jobs]
+        self.gaussians = gaussian_layout(trained)
+        self.full_prior = any(a.prior is not None for a in assignments) and bool(self.gaussians.names)
+        self.prior_mean = self._zeros(self.gaussians.size) if self.full_prior else None
+        self.prior_variance = self._zeros(self.gaussians.size) + 1 if self.full_prior else None
+        self.anchor = self._zeros(trained.size) if any(a.proximal > 0 for a in assignments) else None
+        self.decayed = any(a.l2 > 0 for a in assignments)
+        self.penalised = bool(self.gaussians.names) or any(a.l2 > 0 or a.proximal > 0 for a in assignments)
+        self.captured = self._zeros(trained.size) if setting.capture.enabled else None
+        self._starts: dict[int, tuple[Tensor, dict[torch.dtype, Tensor]]] = {}
+        self._priors: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _zeros(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(self.lanes, size, dtype=dtype, device=self.setting.device)
+
+    def tensors(self) -> list[Tensor]:
+        """Return every matrix that has one row a lane."""
+        optional = (self.prior_mean, self.prior_variance, self.anchor, self.captured)
+        return [
+            self.parameters, *self.others.values(), *self.moments.values(), self.steps, self.rates, self.client,
+            self.scalars, *(t for t in optional if t is not None),
+        ]  # fmt: skip
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Copy rows: ``moves`` maps a new lane to the lane its client was on."""
+        if moves:
+            to = torch.tensor(list(moves), device=self.setting.device)
+            source = torch.tensor(list(moves.values()), device=self.setting.device)
+            for matrix in self.tensors():
+                matrix[to] = matrix[source]
+
+    def load(self, lane: int, job: Job) -> None:
+        """Put a client on a lane: its start, a fresh or remembered optimiser, its coefficients."""
+        a = job.assignment
+        row, others = self._start(job)
+        self.parameters[lane] = row
+        for dtype, other in others.items():
+            self.others[dtype][lane] = other
+        self._load_optimizer(lane, job.memory, Rates.of(self.setting.local, a.learning_rate))
+        self.client[lane] = a.client
+        self.scalars[lane] = torch.tensor(
+            [a.kl_weight / a.divisor, a.l2, a.proximal, a.prior_std**2, a.divisor]
+        )  # fmt: skip
+        if self.anchor is not None:
+            self.anchor[lane] = row
+        if self.captured is not None:
+            self.captured[lane] = 0
+        if self.prior_mean is not None and self.prior_variance is not None:
+            self.prior_mean[lane], self.prior_variance[lane] = self._prior(job)
+
+    def _load_optimizer(self, lane: int, memory: Memory | None, rates: Rates) -> None:
+        self.steps[lane] = 0 if memory is None else memory.steps
+        for name, matrix in self.moments.items():
+            matrix[lane] = 0 if memory is None else memory.rows[name].to(matrix.device)
+        self.rates[lane] = torch.tensor([rates.mean, rates.sigma], dtype=torch.float64)
+
+    def _start(self, job: Job) -> tuple[Tensor, dict[torch.dtype, Tensor]]:
+        """Return the start's rows, converted once for all clients of a launch that share it."""
+        posterior, layout = job.assignment.start, self.setting.layout
+        if id(posterior) not in self._starts:
+            device = self.setting.device
+            state = starting_state(posterior, layout, device)
+            layout.check(state, job.assignment.client)
+            row = layout.trained.row(state, torch.float32, device)
+            self._starts[id(posterior)] = row, {d: l.row(state, d, device) for d, l in layout.others.items()}
+        return self._starts[id(posterior)]
+
+    def _prior(self, job: Job) -> tuple[Tensor, Tensor]:
+        prior, device = job.assignment.prior, self.setting.device
+        if prior is None:
+            size = self.gaussians.size
+            return torch.zeros(size, device=device), torch.full((size,), job.assignment.prior_std**2, device=device)
+        if id(prior) not in self._priors:
+            means = {n: prior.gaussians[n].mean for n in self.gaussians.names}
+            variances = {n: prior.gaussians[n].variance for n in self.gaussians.names}
+            self._priors[id(prior)] = tuple(self.gaussians.row(t, torch.float32, device) for t in (means, variances))
+        return self._priors[id(prior)]
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def terms(self, width: int) -> Terms | None:
+        """Return the penalty's coefficients of the first ``width`` lanes, stacked (None: no penalty in this launch)."""
+        if not self.penalised:
+            return None
+        kl, l2, proximal, variance, divisor = self.scalars[:width].unbind(1)
+        if not self.decayed:
+            l2 = self.scalars[:width, :0]  # no elements: the term is left out
+        if self.prior_mean is None or self.prior_variance is None:
+            means = dict.fromkeys(self.gaussians.names, torch.zeros_like(kl))
+            variances = dict.fromkeys(self.gaussians.names, variance)
+        else:
+            means = self.gaussians.views(self.prior_mean[:width])
+            variances = self.gaussians.views(self.prior_variance[:width])
+        anchor = {} if self.anchor is None else self.setting.layout.trained.views(self.anchor[:width])
+        return Terms(
+            kl=kl, prior_mean=means, prior_variance=variances, l2=l2, proximal=proximal, anchor=anchor, divisor=divisor
+        )  # fmt: skip
+
+    def buffers(self, width: int) -> dict[str, Tensor]:
+        """Return buffers and untrained parameters of the first ``width`` lanes as contiguous copies."""
+        found: dict[str, Tensor] = {}
+        for dtype, layout in self.setting.layout.others.items():
+            found |= {
+                n: t.clone(memory_format=torch.contiguous_format)
+                for n, t in layout.views(self.others[dtype][:width]).items()
+            }
+        return found
+
+    def store_buffers(self, buffers: Mapping[str, Tensor], width: int, active: Tensor | None = None) -> None:
+        """Write buffers back; lanes that are not ``active`` keep theirs."""
+        for dtype, layout in self.setting.layout.others.items():
+            new, old = layout.rows([buffers[n] for n in layout.names]), self.others[dtype][:width]
+            old.copy_(new if active is None else torch.where(active, new, old))
+
+    def state(self, lane: int) -> dict[str, Tensor]:
+        """Return a copy of the full network state on a lane."""
+        found = self.setting.layout.trained.views(self.parameters[lane].clone())
+        for dtype, layout in self.setting.layout.others.items():
+            found |= layout.views(self.others[dtype][lane].clone())
+        return found
+
+    def memory(self, lane: int) -> Memory:
+        """Return a copy of the optimiser's state on a lane."""
+        return Memory(int(self.steps[lane]), {n: m[lane].clone() for n, m in self.moments.items()})
+
+    def moment(self, lane: int, count: int) -> dict[str, Tensor]:
+        """Return the captured second moment's mean over ``count`` steps."""
+        if self.captured is None:
+            return {}
+        return self.setting.layout.trained.views(self.captured[lane] / count)
+
+
+def gaussian_layout(trained: Layout) -> Layout:
+    """Return the layout of the trained tensors that are means of Gaussians."""
+    pairs = [(n, s) for n, s in zip(trained.names, trained.shapes, strict=True) if n + "_rho" in trained.names]
+    layout = Layout(tuple(n for n, _ in pairs), tuple(s for _, s in pairs), 0)
+    return Layout(layout.names, layout.shapes, layout.size)
