@@ -16,11 +16,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from .cohort import Assignment, Cohort, Update
-from .errors import PosteriorError, RunError
+from .errors import RunError
 from .experiment import Experiment
-from .fusion import Accumulator, ClientWeighting, CollapseWatch, Rule, get_rule, get_weighting
-from .objective import kl_divisor
-from .posterior import Posterior
+from .fusion import Accumulator, Rule, Weighting, client_weights, collapse_note, get_rule, get_weighting
+from .objective import client_prior, kl_divisor
+from .posterior import Posterior, Refusal, check
 from .rundir import RunDirectory
 from .seeds import numpy_rng
 from .server import server_step
@@ -131,8 +131,8 @@ class Federation:
         self.best = Best()
         self.history: list[Event] = []
         self.rule: Rule = get_rule(experiment.fusion.rule, **options(experiment))
-        self.weighting: ClientWeighting = get_weighting(experiment.fusion.weighting)
-        self._collapse = CollapseWatch()
+        self.weighting: Weighting = get_weighting(experiment.fusion.weighting)
+        self._ratios: list[float | None] = []
         self._velocity: dict[str, Tensor] = {}
         self._seconds = 0.0
         self._current: _Round | None = None
@@ -151,7 +151,7 @@ class Federation:
         clients = choose_clients(self.experiment, sizes, number)
         current = _Round(number, clients, time.perf_counter(), self._accumulator())
         if not self._holds_updates:
-            current.weights = self.weighting(sizes={c: sizes[c] for c in clients})
+            current.weights = client_weights(self.weighting, {c: sizes[c] for c in clients})
         self._current = current
         return [self._assignment(client, number, sizes) for client in clients]
 
@@ -164,6 +164,8 @@ class Federation:
         epochs = e.local.epochs
         if e.local.epochs_max:
             epochs = int(numpy_rng(e.seed, "epochs", number, client).integers(1, e.local.epochs_max + 1))
+        previous = self.posterior if e.objective.prior == "previous" else None
+        prior_std, prior = client_prior(e.objective.kl_scale, e.objective.prior_std, previous, len(sizes))
         return Assignment(
             client=client,
             round=number,
@@ -174,8 +176,8 @@ class Federation:
             steps=e.local.steps,
             divisor=kl_divisor(e.objective.kl_scale, sizes[client], sum(sizes.values()), len(sizes)),
             kl_weight=e.objective.kl_weight * anneal,
-            prior_std=e.objective.prior_std,
-            prior=self.posterior if e.objective.prior == "previous" else None,
+            prior_std=prior_std,
+            prior=prior,
             l2=e.objective.l2,
             proximal=e.objective.proximal,
             run=self.run_number,
@@ -184,7 +186,7 @@ class Federation:
     @property
     def _holds_updates(self) -> bool:
         """Whether the round must keep every client's posterior: a weighting, check or distillation that compares them."""
-        return self.weighting.needs_posteriors or self.distiller is not None or self.experiment.fusion.max_update > 0
+        return self.weighting.uses_individuals or self.distiller is not None or self.experiment.fusion.max_update > 0
 
     def absorb(self, update: Update) -> None:
         """Take one client's update: checked, then added to the round's total (or held, where that is needed)."""
@@ -194,15 +196,14 @@ class Federation:
         if update.client in current.arrived:
             return None  # a message delivered twice counts once
         try:
-            current.accumulator.check(update.posterior, client=update.client)
             if self._holds_updates:
+                check(update.posterior, self.posterior, client=update.client,
+                      allow_zero_variance=self.rule.allows_zero_variance)  # fmt: skip
                 current.held[update.client] = update.posterior
             else:
-                current.accumulator.absorb(
-                    update.posterior, current.weights[update.client], client=update.client, checked=True
-                )
-        except PosteriorError as error:
-            return self._refuse(update.client, error.tensor, error.reason)
+                current.accumulator.absorb(update.posterior, current.weights[update.client], update.client)
+        except Refusal as refusal:
+            return self._refuse(update.client, refusal.tensor, refusal.reason)
         current.arrived[update.client] = _without_posterior(update)
         return None
 
@@ -241,7 +242,8 @@ class Federation:
         self._log(self._round_event(current, fused.record))
         for event in events:
             self._log(event)
-        if note := self._collapse.observe(fused.record):
+        self._ratios.append((fused.record.get("sigma") or {}).get("ratio"))
+        if note := collapse_note(self._ratios, self.rule.name, len(current.arrived)):
             self._log({"kind": "note", "round": self.round, "text": note})
         self._evaluate()
         self._checkpoint()
@@ -272,16 +274,15 @@ class Federation:
     def _fuse_held(self, current: _Round) -> None:
         held = dict(sorted(current.held.items()))
         sizes = {c: current.arrived[c].examples for c in held}
-        current.weights = self.weighting(sizes=sizes, posteriors=held, previous=self.posterior)
+        current.weights = client_weights(self.weighting, sizes, held, self.posterior)
         for client, posterior in held.items():
-            current.accumulator.absorb(posterior, current.weights[client], client=client, checked=True)
+            current.accumulator.absorb(posterior, current.weights[client], client)
 
     def _round_event(self, current: _Round, record: Mapping[str, Any]) -> Event:
         updates = [current.arrived[c] for c in sorted(current.arrived)]
         examples = sum(u.examples for u in updates)
         names = sorted({name for u in updates for name in u.metrics} & {"loss", "nll", "kl"})
         train = {n: sum(u.metrics.get(n, math.nan) * u.examples for u in updates) / examples for n in names}
-        total = sum(current.weights[u.client] for u in updates)
         statistics = dict(self.cohort.statistics())
         return {
             "kind": "round",
@@ -291,13 +292,7 @@ class Federation:
             "clients": [u.client for u in updates],
             "examples": examples,
             "train": train,
-            "fusion": {
-                "rule": self.rule.name,
-                "weighting": self.experiment.fusion.weighting,
-                "weights": {str(u.client): current.weights[u.client] / total for u in updates},
-                "refused": current.refused,
-                **record,
-            },
+            "fusion": {**record, "weighting": self.weighting.name, "refused": current.refused},
             "bytes": statistics.pop("bytes", None),
             "engine": statistics,
         }
@@ -357,7 +352,7 @@ class Federation:
             "seconds": self._seconds,
             "metrics_size": self.directory.metrics_size(),
             "best": {"round": self.best.round, "score": self.best.score if self.best.round else None},
-            "collapse": self._collapse.state(),
+            "ratios": self._ratios,
             "global": self.posterior,
             "best_posterior": self.best.posterior,
             "velocity": self._velocity,
@@ -376,7 +371,7 @@ class Federation:
         self.round, self._seconds, self.posterior = state["round"], state["seconds"], state["global"]
         score = state["best"]["score"]
         self.best = Best(state["best"]["round"], math.inf if score is None else score, state["best_posterior"])
-        self._collapse.restore(state["collapse"])
+        self._ratios = list(state["ratios"])
         self._velocity = state["velocity"]
         self.cohort.restore(state["cohort"])
         if self.directory is not None:

@@ -38,7 +38,7 @@ from .evaluation import Evaluator
 from .experiment import Experiment
 from .federation import Event, Federation, options, run_together
 from .fusion import get_rule, get_weighting
-from .nn import build_for, check_network, to_posterior
+from .nn import NETWORKS, build, posterior_of
 from .objective import kl_divisor
 from .posterior import Posterior
 from .rundir import RunDirectory, fresh_directory, write_atomically
@@ -84,6 +84,12 @@ class Result:
     events: list[Event]
     path: Path | None = None
 
+    def predictor(self) -> Any:
+        """Return a ``Predictor`` with the best posterior."""
+        from .predictor import Predictor
+
+        return Predictor(self.setup.model, self.best, self.setup.transform, self.setup.dataset.classes, self.setup.experiment)
+
     def metrics(self, split: str = "test", model: str = "global") -> dict[str, float]:
         """Return the metrics of a split at the best round (chosen on validation; the last where there is none)."""
         return metrics_of(self.events, split, model)
@@ -117,11 +123,14 @@ def prepare(
     light = _without_inputs(dataset.train, rest)
     shards = [rest[p] for p in partition(experiment.partition, light, experiment.seed)]
     if model is None:
-        model = build_for(experiment, len(dataset.classes), tuple(dataset.train.inputs.shape[1:]))
+        model = build_network(experiment, len(dataset.classes), dataset.input_shape)
     transform = make_transform(experiment.data, dataset.train, shards, dataset.test)
+    start = posterior_of(model)
+    if captures_moment(experiment):
+        start = with_variances(start, model)
     return Setup(
         experiment, dataset, shards, validation, server,
-        _unlabelled(experiment, dataset, distilled, data_dir), model, to_posterior(state_of(model)), transform,
+        _unlabelled(experiment, dataset, distilled, data_dir), model, start, transform,
     )  # fmt: skip
 
 
@@ -131,10 +140,22 @@ def _without_inputs(train: Examples, positions: np.ndarray) -> Examples:
     return Examples(torch.empty(len(positions), 0), labels, {n: v[positions] for n, v in train.columns.items()})
 
 
-def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a detached copy of a module's parameters and buffers by name."""
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    return {n: t.detach().clone() for n, t in tensors.items()}
+def with_variances(start: Posterior, model: nn.Module) -> Posterior:
+    """Return a point model's posterior with its parameters as Gaussians of variance 1: what ``precision`` fuses."""
+    parameters = {n for n, p in model.named_parameters() if n in start.points and p.requires_grad}
+    gaussians = {n: (start.points[n], torch.ones_like(start.points[n])) for n in start.points if n in parameters}
+    points = {n: t for n, t in start.points.items() if n not in parameters}
+    return Posterior({**start.gaussians, **gaussians}, points)  # type: ignore[dict-item]
+
+
+def build_network(experiment: Experiment, classes: int, input_shape: tuple[int, ...]) -> nn.Module:
+    """Build the network an experiment names for inputs of this shape, with the initial weights of its seed."""
+    m = experiment.model
+    return build(
+        m.name, m.kind, classes=classes, in_channels=input_shape[0], input_shape=input_shape, dropout=m.dropout,
+        bayesian_bias=m.bayesian_bias, where=m.where, width=m.width, shortcut=m.shortcut, init=m.init, sigma=m.sigma,
+        seed=experiment.seed,
+    )  # fmt: skip
 
 
 def _server_shares(e: Experiment, dataset: Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -287,7 +308,8 @@ def check_names(experiment: Experiment) -> None:
             f"'partition.scheme' {experiment.partition.scheme!r} does not exist; "
             f"{nearest(experiment.partition.scheme, SCHEMES)}"
         )
-    check_network(experiment.model.name)
+    if ":" not in experiment.model.name and experiment.model.name not in NETWORKS:
+        raise ConfigError(f"'model.name' {experiment.model.name!r} is no network; {nearest(experiment.model.name, NETWORKS)}")
     get_source(experiment.data.name)
 
 

@@ -1,0 +1,91 @@
+"""Experiments in and out of TOML; every mistake answered by one sentence with key, file and nearest valid one."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedbayes import config
+from fedbayes.errors import ConfigError
+from fedbayes.experiment import Experiment
+
+
+def test_every_field_has_a_docstring():
+    assert [k.name for k in config.keys().values() if not k.doc] == []
+
+
+def test_default_survives_toml():
+    assert config.loads(config.dumps(Experiment())) == Experiment()
+
+
+@given(
+    seed=st.integers(0, 2**62),
+    lr=st.floats(1e-300, 1e300),
+    name=st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="/"), min_size=1).filter(
+        lambda s: s.strip() and not s.startswith(".")
+    ),
+    classes=st.lists(st.integers(0, 99), max_size=4),
+    keep=st.booleans(),
+)
+def test_any_values_survive_toml(seed, lr, name, classes, keep):
+    changes = {"seed": seed, "local.learning_rate": lr, "name": name, "data.exclude_classes": classes}
+    e = config.override(Experiment(), {**changes, "local.keep_state": keep})
+    assert config.loads(config.dumps(e)) == e
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rouns = 3", ["rouns", "'rounds'", "my.toml"]),
+        ("[partition]\nalhpa = 1", ["partition.alhpa", "'partition.alpha'", "my.toml"]),
+        ("alpha = 1", ["alpha", "'partition.alpha'"]),
+        ("rounds = 'many'", ["rounds", "whole number", "'many'"]),
+        ("rounds = 2.5", ["rounds", "whole number"]),
+        ("rounds = true", ["rounds", "whole number"]),
+        ("rounds = 0", ["rounds", "at least 1"]),
+        ("[local]\nlearning_rate = -1", ["local.learning_rate", "greater than 0"]),
+        ("[local]\nlearning_rate = nan", ["local.learning_rate", "a number"]),
+        ("[local]\nbetas = [0.9]", ["local.betas", "list of 2"]),
+        ("[model]\nkind = 'flipot'", ["model.kind", "flipout"]),
+        ("[fusion.rule]\na = 1", ["fusion.rule", "single value"]),
+        ("[data]\nvalidation = 1.0", ["data.validation", "below 1"]),
+        ("[data]\nvalidation = 0.6\n[pretrain]\nfraction = 0.5", ["pretrain.fraction", "1.1"]),
+        ("[partition]\nscheme = 'column'", ["partition.column"]),
+        ("[partition]\nclients = 0", ["partition.clients", "at least 1"]),
+        ("rounds = ", ["my.toml", "TOML"]),
+    ],
+)
+def test_mistakes_are_named(text, words):
+    with pytest.raises(ConfigError) as caught:
+        config.loads(text, "my.toml")
+    message = str(caught.value)
+    assert all(w in message for w in words), message
+    assert "\n" not in message
+
+
+def test_section_shorthand_means_its_choice():
+    assert config.loads('fusion = "ws"\npartition = "iid"').fusion.rule == "ws"
+    assert config.override(Experiment(), {"fusion": "lp"}).fusion.rule == "lp"
+
+
+def test_strings_from_the_command_line_are_converted():
+    e = config.override(
+        Experiment(), {"rounds": "7", "local.betas": "0.8,0.9", "local.keep_state": "true", "data.exclude_classes": ""}
+    )
+    assert (e.rounds, e.local.betas, e.local.keep_state, e.data.exclude_classes) == (7, (0.8, 0.9), True, ())
+
+
+def test_builtin_experiments_are_valid_and_named_alike():
+    for name in config.builtin_names():
+        assert config.read(name).name == name
+
+
+def test_unknown_experiment_names_the_nearest():
+    with pytest.raises(ConfigError, match="digits"):
+        config.read("digts")
+
+
+def test_experiment_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Experiment().rounds = 3  # type: ignore[misc]

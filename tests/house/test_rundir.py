@@ -1,0 +1,86 @@
+"""Run directories: one process at a time, nothing overwritten, nothing torn."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fedbayes import config, rundir
+from fedbayes.errors import RunError
+from fedbayes.experiment import Experiment
+from fedbayes.rundir import RunDirectory, fresh_directory, read_events
+
+EXPERIMENT = Experiment(name="x")
+
+
+def test_a_second_process_is_refused(tmp_path):
+    code = f"from fedbayes.rundir import RunDirectory as R; from fedbayes.experiment import Experiment as E; R({str(tmp_path)!r}, E(name='x'), resume=True)"
+    with RunDirectory(tmp_path, EXPERIMENT):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode != 0
+        assert f"in use by another process (pid {os.getpid()})" in done.stderr
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_an_existing_run_is_not_overwritten(tmp_path):
+    RunDirectory(tmp_path, EXPERIMENT).close()
+    with pytest.raises(RunError, match="--resume"):
+        RunDirectory(tmp_path, EXPERIMENT)
+    RunDirectory(tmp_path, EXPERIMENT, resume=True).close()
+
+
+def test_another_configuration_is_not_resumed(tmp_path):
+    RunDirectory(tmp_path, EXPERIMENT).close()
+    with pytest.raises(RunError, match=r"partition\.alpha"):
+        RunDirectory(tmp_path, config.override(EXPERIMENT, {"partition.alpha": 9}), resume=True)
+    RunDirectory(tmp_path, config.override(EXPERIMENT, {"rounds": 99}), resume=True).close()  # more rounds are fine
+
+
+def test_metrics_are_written_line_by_line_and_torn_lines_left_out(tmp_path):
+    with RunDirectory(tmp_path, EXPERIMENT) as d:
+        d.log({"kind": "a", "value": torch.tensor(1.5), "nan": float("nan")})
+        size = d.metrics_size()
+        d.log({"kind": "b"})
+        assert [e["kind"] for e in d.events()] == ["a", "b"]
+        d.truncate_metrics(size)
+        with open(tmp_path / "metrics.jsonl", "a") as f:
+            f.write('{"kind": "to')
+        assert list(read_events(tmp_path)) == [{"kind": "a", "value": 1.5, "nan": None}]
+
+
+def test_checkpoint_round_trip(tmp_path):
+    with RunDirectory(tmp_path, EXPERIMENT) as d:
+        assert d.load_checkpoint() is None
+        d.save_checkpoint({"a/b": torch.arange(3)}, {"round": 2})
+        tensors, state = d.load_checkpoint()
+    assert torch.equal(tensors["a/b"], torch.arange(3))
+    assert state == {"round": 2}
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
+    with RunDirectory(tmp_path, EXPERIMENT) as d:
+        d.save_checkpoint({"x": torch.zeros(2)}, {"round": 1})
+
+        def full(_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(rundir.os, "fsync", full)
+        with pytest.raises(RunError, match="disk is full"):
+            d.save_checkpoint({"x": torch.ones(2)}, {"round": 2})
+        monkeypatch.undo()
+        assert d.load_checkpoint()[1] == {"round": 1}
+        assert list(tmp_path.glob("*.part")) == []
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    with RunDirectory(tmp_path, EXPERIMENT) as d:
+        (tmp_path / "checkpoint.safetensors").write_bytes(b"rubbish")
+        with pytest.raises(RunError, match=r"checkpoint\.safetensors"):
+            d.load_checkpoint()
+
+
+def test_fresh_directories_never_collide(tmp_path):
+    assert [fresh_directory(tmp_path, "a").name for _ in range(3)] == ["a-001", "a-002", "a-003"]
