@@ -49,6 +49,8 @@ class Partition:
     """dirichlet-unequal, quantity: least examples per client."""
     minor_examples: int = 10
     """step: examples of every class that every client holds beside its major classes."""
+    duplicates: bool = False
+    """step: deal the minor examples a second time within the major shards, as FedBE's released code does."""
     column: str = ""
     """column: name of the data set's column that names the owner (heart: hospital; sonar: site or recording)."""
 
@@ -336,6 +338,20 @@ class Sonar:
 
 
 @dataclass(frozen=True)
+class Transport:
+    """How posteriors travel between machines and how long the server waits. Used over Flower only."""
+
+    wire: Literal["float32", "bf16", "int8"] = "float32"
+    """What clients send: every bit (float32), or coordinates relative to the global posterior in 16 or 8 bits."""
+    nodes: int = 0
+    """Nodes to wait for before the first round (0: as many as it takes to host every client)."""
+    wait: float = 600.0
+    """Seconds to wait for nodes: before the first round, and in a round for those missing from the quorum."""
+    mask_bits: int = 64
+    """Bits of a masked number (fusion.private), 32 or 64: 64 never overflows; 32 halves the traffic and limits the range."""
+
+
+@dataclass(frozen=True)
 class Experiment:
     """One federated experiment, completely: run it twice and the result is the same."""
 
@@ -361,3 +377,4 @@ class Experiment:
     evaluation: Evaluation = field(default_factory=Evaluation)
     engine: Engine = field(default_factory=Engine)
     sonar: Sonar = field(default_factory=Sonar)
+    transport: Transport = field(default_factory=Transport)
