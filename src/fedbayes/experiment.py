@@ -317,6 +317,10 @@ class Sonar:
     """Channel of a multi-channel file, from 0 (-1: the mean of all)."""
     layout: Literal["auto", "folder", "deepship", "shipsear", "watkins"] = "auto"
     """How a folder names class, recording and vessel (auto: recognised)."""
+    classes: tuple[str, ...] = ()
+    """The classes in order (empty: those found, sorted); nodes that read their own folders need them to number alike."""
+    unseen: tuple[str, ...] = ()
+    """Classes kept out of training and test and used as out-of-distribution sounds (synthetic sea: empty means submarine and waterjet)."""
     test: float = 0.25
     """Share of the recordings held out for the test, by whole recordings and vessels."""
     folds: int = 0
