@@ -99,7 +99,8 @@ def distill(
         raise DataError(
             "the ensemble's predictions on the server's inputs are not finite; a client model has diverged."
         )
-    state = _to_state(fused)
+    known = model.state_dict().keys()
+    state = {n: t for n, t in _to_state(fused).items() if n in known}  # an estimated variance is not the network's
     trained, training = train_student(
         model, state, inputs, targets, transform, settings, seed_address, device, engine.precision
     )
@@ -167,6 +168,14 @@ def _to_posterior(state: Mapping[str, Tensor], fused: Posterior) -> Posterior:
     gaussians = {n: Gaussian(state[n].to(g.mean.device, g.mean.dtype), g.variance) for n, g in fused.gaussians.items()}
     points = {n: state[n].to(t.device, t.dtype) for n, t in fused.points.items()}
     return Posterior(gaussians, points)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RoundDistiller":  # needs the engine; the pure functions above do not
+        from .step import RoundDistiller
+
+        return RoundDistiller
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _buffers(model: nn.Module) -> frozenset[str]:
