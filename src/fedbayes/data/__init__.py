@@ -1,9 +1,11 @@
 """Data: sources, partitions, splits, and transforms on the device."""
 
+from .arrays import from_arrays
 from .examples import Dataset, Examples
-from .loading import load, load_source
+from .holdings import Holding, partition_record, render, table
+from .loading import load, load_inputs, load_source
 from .matching import match
-from .partition import partition, register_scheme
+from .partition import client_names, partition, register_scheme
 from .sources import Remote, Request, Source, data_directory, get_source, register_source, sources
 from .splits import hold_out, split_validation
 from .transform import Augmentation, Transform, make_transform, register_augmentation
@@ -12,21 +14,28 @@ __all__ = [
     "Augmentation",
     "Dataset",
     "Examples",
+    "Holding",
     "Remote",
     "Request",
     "Source",
     "Transform",
+    "client_names",
     "data_directory",
+    "from_arrays",
     "get_source",
     "hold_out",
     "load",
+    "load_inputs",
     "load_source",
     "make_transform",
     "match",
     "partition",
+    "partition_record",
     "register_augmentation",
     "register_scheme",
     "register_source",
+    "render",
     "sources",
     "split_validation",
+    "table",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,7 @@ from ..errors import DataError
 from ..seeds import numpy_rng
 from .examples import Dataset, Examples
 from .matching import match
-from .sources import Request, data_directory, get_source
+from .sources import Request, data_directory, get_source, sources
 from .splits import balanced_subset
 
 if TYPE_CHECKING:
@@ -24,10 +25,37 @@ EXCLUDED = "excluded"
 
 
 def load_source(
-    name: str, *, sonar: Sonar | None = None, data_dir: str | os.PathLike[str] | None = None, seed: int = 0
+    name: str,
+    *,
+    sonar: Sonar | None = None,
+    data_dir: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    test_only: bool = False,
 ) -> Dataset:
-    """Load a whole data set by name, ``.npz`` file or folder of recordings, as its source gives it."""
-    return get_source(name).read(Request(name, data_directory(data_dir), seed, sonar))
+    """Load a whole data set by name, ``.npz`` file or folder of recordings, as its source gives it.
+
+    With ``test_only`` the training part may be empty: a set wanted for its test inputs need not be there whole.
+    """
+    return get_source(name).read(Request(name, data_directory(data_dir), seed, sonar, test_only))
+
+
+def load_inputs(
+    name: str,
+    like: Examples,
+    *,
+    sonar: Sonar | None = None,
+    data_dir: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+) -> Examples:
+    """Load the training inputs of another set, made to fit ``like``: a server's unlabelled inputs (FedBE).
+
+    An ``.npz`` file needs no labels for it. Labels, where there are any, are those of the other set.
+    """
+    source = get_source(name)
+    request = Request(name, data_directory(data_dir), seed, sonar, test_only=source.name == "npz")
+    dataset = source.read(request)
+    part = dataset.train if len(dataset.train) else dataset.test
+    return match(part, like, f"'{name}' as unlabelled inputs")
 
 
 def load(
@@ -40,18 +68,26 @@ def load(
     and become ``dataset.ood["excluded"]``; the remaining classes are renumbered in their order.
     """
     dataset = load_source(data.name, sonar=sonar, data_dir=data_dir, seed=seed)
+    if len(dataset.train) == 0 or len(dataset.test) == 0:
+        empty = "training" if len(dataset.train) == 0 else "test"
+        raise DataError(f"'{data.name}' has no {empty} examples, so nothing can be learned and judged on it.")
     if data.exclude_classes:
         dataset = exclude_classes(dataset, data.exclude_classes)
     if data.ood:
-        other = load_source(data.ood, sonar=sonar, data_dir=data_dir, seed=seed).test
+        other = load_source(data.ood, sonar=sonar, data_dir=data_dir, seed=seed, test_only=True).test
         found = match(other, dataset.train, f"'{data.ood}' as out-of-distribution set for '{data.name}'")
-        dataset = replace(dataset, ood={**dataset.ood, data.ood: found})
+        dataset = replace(dataset, ood={**dataset.ood, short_name(data.ood): found})
     return replace(
         dataset,
         train=limited(dataset.train, data.limit, seed, "train"),
         test=limited(dataset.test, data.test_limit, seed, "test"),
         ood={name: limited(part, data.test_limit, seed, f"ood:{name}") for name, part in dataset.ood.items()},
     )
+
+
+def short_name(name: str) -> str:
+    """Return a data set's name as it appears in records and file names: of a path, the last part without ending."""
+    return name if name in sources() else Path(name).stem
 
 
 def limited(examples: Examples, limit: int, seed: int, split: str) -> Examples:

@@ -16,7 +16,7 @@ from .examples import Dataset
 if TYPE_CHECKING:
     from ..experiment import Sonar
 
-_ROOMS = ("embedded", "idx", "cifar", "svhn", "tables", "arrays", "sonar")
+_ROOMS = ("embedded", "idx", "cifar", "svhn", "rocks", "arrays", "sonar")
 """Modules of this package that register sources; imported when a source is first looked up."""
 
 
@@ -28,6 +28,8 @@ class Request:
     data_dir: Path
     seed: int
     sonar: Sonar | None = None
+    test_only: bool = False
+    """Whether only the test part is wanted (a source may then leave the training part empty)."""
 
 
 @dataclass(frozen=True)

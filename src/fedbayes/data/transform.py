@@ -44,7 +44,7 @@ class CropFlip:
 
     def draw(self, rng: np.random.Generator, n: int) -> dict[str, np.ndarray]:
         """Draw offsets (n, 2) and flips (n,)."""
-        numbers = {"offsets": rng.integers(0, 2 * self.pad + 1, size=(n, 2), dtype=np.int64)}
+        numbers: dict[str, np.ndarray] = {"offsets": rng.integers(0, 2 * self.pad + 1, size=(n, 2), dtype=np.int64)}
         if self.flip:
             numbers["flips"] = rng.random(n) < 0.5
         return numbers

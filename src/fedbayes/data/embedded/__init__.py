@@ -1,3 +1,3 @@
 """Data sets that the package carries: handwritten digits, and heart disease from four hospitals."""
 
-from . import digits  # noqa: F401 - registers its source
+from . import digits, heart  # noqa: F401 - register their sources

@@ -17,7 +17,7 @@ TEST_EXAMPLES = 360
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
     """Return the images (1797, 8, 8) with values 0 to 16 and the labels, as published."""
-    with files(__package__).joinpath("digits.npz").open("rb") as file, np.load(file) as arrays:
+    with files("fedbayes.data.embedded").joinpath("digits.npz").open("rb") as file, np.load(file) as arrays:
         return arrays["images"], arrays["labels"]
 
 
