@@ -130,8 +130,9 @@ class Flipout(Variational):
             fan_in, fan_out = int(self.in_channels), int(self.out_channels)  # type: ignore[arg-type]
             dim = self.channel_dim
             shape = (*x.shape[:dim], fan_in + fan_out, *(1,) * (-1 - dim))
-        bits = torch.randint(0, 2, shape, device=x.device, dtype=x.dtype)
-        signs = torch.rsub(bits, 1, alpha=2)  # 1 - 2·bit, in one kernel
+        # rand, not randint: the compiler stores a small tensor of uniforms once, but would redraw integers at every pixel.
+        bits = torch.rand(shape, device=x.device, dtype=torch.float32).round()
+        signs = torch.rsub(bits, 1, alpha=2).to(x.dtype)
         sign_in, sign_out = signs.split([fan_in, fan_out], self.channel_dim)
         return sign_in, sign_out
 
