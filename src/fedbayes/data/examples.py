@@ -14,6 +14,9 @@ from ..errors import DataError
 GROUP_COLUMN = "recording"
 """Examples that share a value of this column were cut from one recording: they are never parted by any split."""
 
+VESSEL_COLUMN = "vessel"
+"""Recordings that share a value of this column are of one ship: training and what it is judged on never share it."""
+
 
 @dataclass(frozen=True, eq=False)
 class Examples:

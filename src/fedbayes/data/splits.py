@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..seeds import numpy_rng
-from .examples import GROUP_COLUMN, Examples
+from .examples import GROUP_COLUMN, VESSEL_COLUMN, Examples
 
 
 def stratified_order(strata: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -51,6 +51,31 @@ def group_of(examples: Examples, group: str | None = None) -> np.ndarray | None:
     return group_codes(examples.columns[group])
 
 
+def linked(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Number the groups that hang together by any of the columns: recordings of one ship, and so on through the chain.
+
+    An empty value means "not known" and links nothing. Labels spread to the smallest until nothing changes.
+    """
+    count = len(columns[0])
+    number = np.arange(count)
+    while True:
+        before = number
+        for values in columns:
+            codes, known = group_codes(values), np.asarray(values).astype(str) != ""
+            lowest = np.full(codes.max(initial=-1) + 1, count)
+            np.minimum.at(lowest, codes[known], number[known])
+            number = np.where(known, np.minimum(number, lowest[codes]), number)
+        if (number == before).all():
+            return group_codes(number)
+
+
+def held_together(examples: Examples, group: str | None = None) -> np.ndarray | None:
+    """As ``group_of``, but recordings of one vessel, where vessels are known, are one group: what splits go by."""
+    if group is None and GROUP_COLUMN in examples.columns and VESSEL_COLUMN in examples.columns:
+        return linked([examples.columns[GROUP_COLUMN], examples.columns[VESSEL_COLUMN]])
+    return group_of(examples, group)
+
+
 def _held(strata: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
     """Choose round(share·N) units, stratified, never the last one of a stratum; at least one if that can be."""
     wanted = max(1, round(share * len(strata)))
@@ -69,7 +94,7 @@ def _part(
         return train, train.take([])
     rng = numpy_rng(*address)
     strata = _cross([train.labels.cpu().numpy(), *(train.columns[c] for c in columns if c in train.columns)])
-    groups = group_of(train, group)
+    groups = held_together(train, group)
     if groups is None:
         held = _held(strata, share, rng)
         mask = np.zeros(len(train), dtype=bool)
@@ -85,7 +110,8 @@ def split_validation(
 ) -> tuple[Examples, Examples]:
     """Part the training examples into (rest, validation), stratified by class and by ``columns``.
 
-    Examples cut from one recording stay together (or those that share a value of the column ``group``), so the
+    Examples cut from one recording, or heard from one vessel where vessels are known, stay together (or those that
+    share a value of the column ``group``), so the
     validation examples never come from something trained on. The last example or recording of a class always
     stays in the training part. Both parts keep the original order. The draw has the address (seed, "split").
     """
