@@ -1,0 +1,167 @@
+"""What a node knows of itself: which clients live on it and where its data are. Read from Flower's node config."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import ConfigError, DataError, nearest
+
+if TYPE_CHECKING:
+    from ..experiment import Experiment
+    from ..runner import Setup
+
+KEYS = ("partition-id", "num-partitions", "clients", "data", "data-dir")
+
+
+@dataclass(frozen=True)
+class Home:
+    """A node's own description, from ``flower-supernode --node-config "partition-id=0 num-partitions=3"``.
+
+    ``partition-id`` (with ``num-partitions``): of the experiment's clients, those whose number leaves this
+    remainder; ``clients``: the clients themselves, "0,3,6"; ``data``: an .npz file of the node's own examples,
+    which makes it one client and never leaves it; ``data-dir``: where data sets lie on this node. A node that says
+    neither ``partition-id`` nor ``clients`` is given its clients by the server.
+    """
+
+    partition: int | None = None
+    partitions: int | None = None
+    named: tuple[int, ...] | None = None
+    data: str | None = None
+    data_dir: str | None = None
+
+    @staticmethod
+    def read(config: Mapping[str, object]) -> Home:
+        """Read a node config; keys that are not ours belong to Flower or the host and are left alone."""
+        for key in config:
+            close = nearest(str(key), KEYS)
+            if key not in KEYS and str(key).replace("_", "-") in KEYS:
+                raise ConfigError(f"node config: unknown key '{key}'; {close}")
+        data = config.get("data")
+        if data is not None and not Path(str(data)).expanduser().is_file():
+            raise DataError(f"node config: data='{data}' is not a file on this node; it should be an .npz of arrays.")
+        return Home(
+            _whole(config, "partition-id"),
+            _whole(config, "num-partitions"),
+            _list(config.get("clients")),
+            None if data is None else str(Path(str(data)).expanduser()),
+            None if config.get("data-dir") is None else str(config["data-dir"]),
+        )
+
+    @property
+    def placed(self) -> bool:
+        """Whether the node says itself which clients live on it."""
+        return self.named is not None or self.partition is not None
+
+    def given(self, client: int) -> Home:
+        """The same home after the server has said which client it is, where it did not know itself."""
+        return self if self.placed or self.data is None else dataclasses.replace(self, named=(client,))
+
+    def clients(self, total: int) -> tuple[int, ...]:
+        """The clients that live here, of ``total`` in the experiment (own data: the one this node is)."""
+        if self.named is not None:
+            if self.data is not None and len(self.named) != 1:
+                raise ConfigError(
+                    f"node config: a node with its own data is one client, but clients='{','.join(map(str, self.named))}' "
+                    f"names {len(self.named)}."
+                )
+            beyond = [c for c in self.named if c >= total]
+            if beyond and self.data is None:
+                raise ConfigError(
+                    f"node config: client {beyond[0]} does not exist; the experiment has {total} clients."
+                )
+            return self.named
+        if self.partition is None:
+            return ()
+        if self.data is not None or self.partitions is None:
+            return (self.partition,) if self.data is not None or self.partition < total else ()
+        if not 0 <= self.partition < self.partitions:
+            raise ConfigError(
+                f"node config: partition-id={self.partition} must be below num-partitions={self.partitions}."
+            )
+        return tuple(range(self.partition, total, self.partitions))
+
+
+@lru_cache(maxsize=2)
+def prepare_home(toml: str, home: Home, classes: int, shape: tuple[int, ...]) -> Setup:
+    """Make the experiment ready on this node: its data, the network, the transform. Pure, so processes agree.
+
+    A node without data of its own prepares exactly what the server prepares and keeps to its own clients' shards;
+    a node with an .npz file trains the experiment's network on that file's examples.
+    """
+    from .. import config, runner
+
+    experiment = config.loads(toml, "the server's experiment")
+    engine = dataclasses.replace(experiment.engine, lanes=1)
+    data = dataclasses.replace(experiment.data, ood="")
+    experiment = dataclasses.replace(experiment, engine=engine, data=data)
+    if home.data is None:
+        return runner.prepare(experiment, data_dir=home.data_dir)
+    return _prepare_own(experiment, home, classes, shape)
+
+
+def _prepare_own(experiment: Experiment, home: Home, classes: int, shape: tuple[int, ...]) -> Setup:
+    from ..data import load, make_transform
+    from ..nn import posterior_of
+    from ..runner import Setup, build_network, captures_moment, with_variances
+
+    refuse_shared_statistics(experiment)
+    data = dataclasses.replace(experiment.data, name=str(home.data), limit=0, test_limit=0)
+    dataset = load(data, data_dir=home.data_dir, seed=experiment.seed)
+    found = tuple(dataset.train.inputs.shape[1:])
+    if found != shape:
+        raise DataError(f"{home.data}: one input has shape {found} here and {shape} on the server; they must agree.")
+    most = int(dataset.train.labels.max()) if len(dataset.train) else -1
+    if most >= classes:
+        raise DataError(
+            f"{home.data}: holds label {most}, but the server knows {classes} classes (0 to {classes - 1})."
+        )
+    (client,) = home.clients(0) or (0,)
+    everything, nothing = np.arange(len(dataset.train)), np.empty(0, dtype=np.int64)
+    shards = [nothing] * client + [everything]
+    model = build_network(experiment, classes, shape)
+    transform = make_transform(experiment.data, dataset.train, shards, dataset.test)
+    start = posterior_of(model)
+    start = with_variances(start, model) if captures_moment(experiment) else start
+    return Setup(experiment, dataset, shards, nothing, nothing, None, model, start, transform)
+
+
+def refuse_shared_statistics(experiment: Experiment) -> None:
+    """Refuse settings that need every owner's data in one place, where each node keeps its own."""
+    if experiment.data.mean == "global" or experiment.data.scale == "standard":
+        what = "data.mean = global" if experiment.data.mean == "global" else "data.scale = standard"
+        raise ConfigError(
+            f"'{what}' is measured on everybody's data together, which never meet when nodes bring their own; "
+            "use data.mean = none or client, and data.scale = unit or none."
+        )
+
+
+def _whole(config: Mapping[str, object], key: str) -> int | None:
+    value = config.get(key)
+    if value is None:
+        return None
+    try:
+        number = int(str(value))
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise ConfigError(f"node config: {key}={value!r} must be a whole number, 0 or more.")
+    return number
+
+
+def _list(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        numbers = tuple(sorted({int(part) for part in str(value).split(",")}))
+    except ValueError:
+        numbers = (-1,)
+    if min(numbers) < 0:
+        raise ConfigError(f"node config: clients={value!r} must be client numbers such as '0,3,6'.")
+    return numbers

@@ -1,0 +1,122 @@
+"""``server_app``: the round loop of a local run, over a ``FlowerCohort``, inside a Flower ServerApp.
+
+The run config of the app names the experiment (``experiment``: a built-in name, a file or TOML text), changes to
+single fields (``rounds = 5``, ``fusion.rule = "ws"``, or several at once in ``overrides``), and how to run it:
+``out``, ``resume``, ``data-dir``. It leaves the same run directory and report as ``fedbayes run``.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from .. import config
+from ..errors import ConfigError, FedBayesError
+from ..experiment import Experiment
+from .codecs import Layout
+from .cohort import FlowerCohort
+
+if TYPE_CHECKING:
+    from ..federation import Event
+    from ..runner import Result
+
+OURS = ("experiment", "overrides", "out", "resume", "data-dir", "report")
+FAILED = "fedbayes: "
+"""What the one sentence begins with that a failed run leaves in its log."""
+
+server_app = ServerApp()
+
+
+@server_app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the experiment that the run config describes."""
+    try:
+        serve(grid, Settings.read(context.run_config))
+    except FedBayesError as error:
+        print(f"{FAILED}{error}", flush=True)
+        raise
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run config says: the experiment, and where and how to run it."""
+
+    experiment: Experiment
+    out: str = ""
+    resume: bool = False
+    data_dir: str = ""
+    report: bool = True
+
+    @staticmethod
+    def read(run_config: Mapping[str, Any]) -> Settings:
+        """Read Flower's (flat) run config; unknown keys and impossible values are refused with a sentence."""
+        base = read_experiment(str(run_config.get("experiment", "")))
+        changes = {k: v for k, v in run_config.items() if k not in OURS}
+        for word in shlex.split(str(run_config.get("overrides", ""))):
+            key, equals, value = word.partition("=")
+            if not equals:
+                raise ConfigError(f"run config: overrides holds '{word}'; write key=value pairs separated by spaces.")
+            changes[key] = value
+        return Settings(
+            config.override(base, changes, "run config"),
+            str(run_config.get("out", "")),
+            bool(run_config.get("resume", False)),
+            str(run_config.get("data-dir", "")),
+            bool(run_config.get("report", True)),
+        )
+
+
+def read_experiment(text: str) -> Experiment:
+    """Read an experiment given as a name, a file, or the TOML itself (nothing: the defaults)."""
+    if not text:
+        return Experiment()
+    return config.loads(text, "run config") if "\n" in text or "=" in text else config.read(text)
+
+
+def serve(grid: Grid, settings: Settings) -> Result:
+    """Run one experiment over the nodes of a grid and return its result."""
+    from .. import runner
+    from ..rundir import fresh_directory
+
+    experiment = settings.experiment
+    setup = runner.prepare(experiment, data_dir=settings.data_dir or None)
+    path = Path(settings.out) if settings.out else fresh_directory(runner.DEFAULT_ROOT, experiment.name)
+    cohort = FlowerCohort(
+        grid,
+        experiment,
+        Layout.of(setup.start),
+        clients=len(setup.shards),
+        classes=len(setup.dataset.classes),
+        shape=tuple(setup.dataset.train.inputs.shape[1:]),
+        say=say,
+    )
+    launch = runner.Launch(setup, path, settings.resume, [announce])
+    say(f"run directory: {path.resolve()}")
+    return runner.run_with(cohort, [launch], report=settings.report)[0]
+
+
+def say(sentence: str) -> None:
+    """Tell the run's log (Flower shows it with ``flwr run --stream`` and ``flwr log``)."""
+    print(sentence, flush=True)
+    logging.getLogger("fedbayes.flower").info(sentence)
+
+
+def announce(event: Event) -> None:
+    """Tell the log of a round as it ends."""
+    if event["kind"] == "round":
+        sigma = (event["fusion"].get("sigma") or {}).get("q50")
+        about = f", median sigma {sigma:.3g}" if sigma is not None else ""
+        say(f"round {event['round']}: {len(event['clients'])} clients, {event['seconds']:.1f} s{about}")
+        for refusal in event["fusion"]["refused"]:
+            say(f"  client {refusal['client']} refused: {refusal['tensor']} {refusal['reason']}")
+    elif event["kind"] == "evaluation" and event["split"] in ("validation", "test"):
+        say(f"  {event['split']}: accuracy {event['metrics']['accuracy']:.4f}, nll {event['metrics']['nll']:.4f}")
+    elif event["kind"] == "note":
+        say(f"  note: {event['text']}")
