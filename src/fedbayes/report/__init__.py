@@ -3,6 +3,7 @@
 ``write(paths)`` makes the page. Sections of one's own are added with ``section`` / ``register``.
 """
 
+from .page import partition_figure, write
 from .pictures import Picture, inline_figure
 from .runs import Predictions, Run, find_runs, is_run
 from .sections import Section, register, section, sections
@@ -15,7 +16,9 @@ __all__ = [
     "find_runs",
     "inline_figure",
     "is_run",
+    "partition_figure",
     "register",
     "section",
     "sections",
+    "write",
 ]

@@ -7,6 +7,7 @@ import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class Picture:
     rows: Sequence[Sequence[Any]] = field(default_factory=list)
     wide: bool = False
 
+    @cached_property
     def svg(self) -> str:
         """The figure as an SVG document in the light scheme, the same text for the same numbers."""
         buffer = io.StringIO()
@@ -39,7 +41,7 @@ class Picture:
         files = [folder / f"{self.name}.{ending}" for ending in ("png", "svg", "csv")]
         with _rc({"svg.hashsalt": self.name}):
             self.figure.savefig(files[0], dpi=160, metadata={"Software": None})
-        files[1].write_text(self.svg(), encoding="utf-8")
+        files[1].write_text(self.svg, encoding="utf-8")
         with open(files[2], "w", newline="", encoding="utf-8") as f:
             writer = csv.writer(f)
             writer.writerow(self.header)
@@ -56,7 +58,7 @@ class Picture:
             links = f'<span class="files">{links}</span>'
         kind = ' class="wide"' if self.wide else ""
         caption = f"<figcaption>{style._attribute(self.caption)} {links}</figcaption>" if self.caption or links else ""
-        return f"<figure{kind}>{style.themed(self.svg(), self.title)}{caption}</figure>"
+        return f"<figure{kind}>{style.themed(self.svg, self.title)}{caption}</figure>"
 
 
 def matplotlib_modules() -> Any:

@@ -1,0 +1,454 @@
+"""Figures of one run: each function takes a ``Run`` and returns a ``Picture``, or None where the run has no numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import uncertainty
+from . import style
+from .pictures import Picture, drawing, panel
+from .runs import Run
+
+WORDS = {
+    "entropy": "entropy",
+    "aleatoric": "aleatoric",
+    "epistemic": "epistemic",
+    "mutual_information": "mutual information",
+}
+METRICS = {
+    "accuracy": ("Accuracy", "accuracy, %", 100.0),
+    "nll": ("Negative log likelihood", "NLL, nats", 1.0),
+    "ece": ("Calibration error", "ECE, %", 100.0),
+    "epistemic": ("Epistemic uncertainty", "mean epistemic variance", 1.0),
+}
+
+
+def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], gap: float = 0.075) -> None:
+    """Write a name at the right end of each line, pushed apart so that names never overlap.
+
+    ``ends`` are (x, y, name, colour) in data coordinates; the axes must have their final limits.
+    """
+    low, high = axes.get_ylim()
+    log = axes.get_yscale() == "log"
+
+    def place(y: float) -> float:
+        if log:
+            return float((np.log(max(y, 1e-300)) - np.log(low)) / (np.log(high) - np.log(low)))
+        return (y - low) / (high - low)
+
+    order = sorted(range(len(ends)), key=lambda i: place(ends[i][1]))
+    spots = [min(max(place(ends[i][1]), 0.0), 1.0) for i in order]
+    for k in range(1, len(spots)):
+        spots[k] = max(spots[k], spots[k - 1] + gap)
+    if spots and spots[-1] > 1.02:
+        spots[-1] = 1.02
+        for k in range(len(spots) - 2, -1, -1):
+            spots[k] = min(spots[k], spots[k + 1] - gap)
+    for i, spot in zip(order, spots):
+        _, _, name, hue = ends[i]
+        axes.annotate(
+            name, (1.015, spot), xycoords="axes fraction", color=hue, va="center", fontsize=9, annotation_clip=False
+        )
+
+
+def top_labels(axes: Any, labels: Sequence[tuple[str, str]]) -> None:
+    """Name the series in their colours in one row between title and plot, where nothing can lie under the names."""
+    from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
+
+    words = [TextArea(name, textprops={"color": hue, "fontsize": 9}) for name, hue in labels]
+    row = HPacker(children=words, pad=0, sep=9)
+    box = AnchoredOffsetbox("lower left", child=row, frameon=False, pad=0, borderpad=0,
+                            bbox_to_anchor=(0, 1.02), bbox_transform=axes.transAxes)  # fmt: skip
+    axes.set_title(axes.get_title(loc="left"), loc="left", pad=22)
+    axes.add_artist(box)
+
+
+def percent_axis(axes: Any) -> None:
+    """Write a share axis (0 to 1) as percent."""
+    axes.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1.0], ["0", "20", "40", "60", "80", "100"])
+
+
+def metric_values(events: Sequence[dict[str, Any]], metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rounds and values of a metric; missing and undefined values are left out."""
+    found = [(e["round"], e["metrics"].get(metric)) for e in events if e.get("metrics", {}).get(metric) is not None]
+    pairs = np.asarray(found, float).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def learning_curve(run: Run, metric: str) -> Picture | None:
+    """A metric against round (below) and examples seen (above), on test and validation data and for other models."""
+    title, axis, scale = METRICS[metric]
+    series = [("test", run.evaluations("test"))]
+    series += [("validation", run.evaluations("validation"))]
+    series += [(m, run.evaluations("test", m)) for m in run.models if m != "global"]
+    lines = [(name, *metric_values(events, metric)) for name, events in series]
+    lines = [line for line in lines if len(line[1])]
+    if not lines:
+        return None
+    with drawing():
+        figure, axes = panel()
+        for i, (_, x, y) in enumerate(lines):
+            axes.plot(x, y * scale, color=style.colour(i), linestyle="-" if i != 1 else style.DASHES[1],
+                      marker="o" if len(x) < 12 else None, markersize=3.2)  # fmt: skip
+        axes.set(title=title, xlabel="round", ylabel=axis)
+        _whole_rounds(axes, max(float(x.max()) for _, x, _ in lines))
+        if metric != "accuracy":
+            axes.set_ylim(bottom=0 if min(y.min() for _, _, y in lines) >= 0 else None)
+        _samples_axis(axes, run)
+        label_ends(axes, [(x[-1], y[-1] * scale, n, style.colour(i)) for i, (n, x, y) in enumerate(lines)])
+    best = (run.end or {}).get("best_round")
+    seen = dict(zip(*run.samples_seen()))
+    rows = [(n, int(r), seen.get(r, ""), v) for n, x, y in lines for r, v in zip(x, y)]
+    last = f"Round {best} was best on validation data. " if best and run.evaluations("validation") else ""
+    return Picture(
+        f"learning-{metric}",
+        title,
+        f"{title} by round. {last}",
+        figure,
+        ("series", "round", "examples_seen", metric),
+        rows,
+    )
+
+
+def _whole_rounds(axes: Any, last: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.set_xlim(left=min(0.0, last - 1) if last <= 1 else 0, right=max(last, 1) * 1.01)
+
+
+def _samples_axis(axes: Any, run: Run) -> None:
+    """Add the examples seen as a second axis on top."""
+    rounds, seen = run.samples_seen()
+    if len(rounds) < 2 or not np.all(np.diff(seen) > 0):
+        return
+    step = (rounds[-1] - rounds[0]) / (seen[-1] - seen[0])
+
+    def forward(x: Any) -> Any:
+        return np.interp(x, rounds, seen) + (np.maximum(x - rounds[-1], 0) + np.minimum(x - rounds[0], 0)) / step
+
+    def backward(s: Any) -> Any:
+        return np.interp(s, seen, rounds) + (np.maximum(s - seen[-1], 0) + np.minimum(s - seen[0], 0)) * step
+
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    top = axes.secondary_xaxis("top", functions=(forward, backward))
+    top.xaxis.set_major_locator(MaxNLocator(nbins=5))
+    top.xaxis.set_major_formatter(FuncFormatter(lambda v, _: short_count(v)))
+    top.tick_params(labelsize=8, pad=1)
+    top.spines["top"].set_visible(False)
+    axes.set_title(axes.get_title(loc="left"), loc="left", pad=24)
+    axes.annotate("examples seen", (0, 1.085), xycoords="axes fraction", fontsize=8, color=style.MUTED)
+
+
+def short_count(value: float) -> str:
+    """1234567 as 1.2M, 2500 as 2.5k."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def reliability(run: Run) -> Picture | None:
+    """Reliability diagram: accuracy against confidence, with the share of examples in each bin below."""
+    test = run.predictions("test")
+    if test is None:
+        return None
+    values = test.per_example
+    table = uncertainty.tabulate(
+        torch.as_tensor(values["confidence"]), torch.as_tensor(values["correct"]), bins=run.bins
+    )
+    count, confidence, accuracy = (t.numpy() for t in (table.count, table.confidence, table.accuracy))
+    middle, width = ((table.low + table.high) / 2).numpy(), float(table.high[0] - table.low[0])
+    filled = count > 0
+    with drawing():
+        figure, axes = panel()
+        axes.plot([0, 1], [0, 1], color=style.MUTED, linewidth=1, linestyle=(0, (3, 3)))
+        axes.bar(middle[filled], count[filled] / count.sum(), width=width * 0.92, color=style.MUTED, alpha=0.22)
+        axes.plot(confidence[filled], accuracy[filled], color=style.SERIES[0], marker="o", markersize=4)
+        axes.vlines(
+            confidence[filled], confidence[filled], accuracy[filled], color=style.SERIES[0], alpha=0.35, linewidth=4
+        )
+        axes.set(title="Reliability", xlabel="confidence, %", ylabel="came true, %", xlim=(0, 1), ylim=(0, 1.02))
+        percent_axis(axes)
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100"])
+        axes.annotate(
+            f"ECE {table.error() * 100:.1f} %",
+            (0.03, 0.93),
+            xycoords="axes fraction",
+            color=style.SERIES[0],
+            fontweight="bold",
+        )
+        axes.annotate("perfect", (0.50, 0.515), rotation=34, color=style.MUTED, fontsize=8, ha="center", va="bottom")
+    rows = list(zip(table.low.tolist(), table.high.tolist(), count.tolist(), confidence.tolist(), accuracy.tolist()))
+    caption = (
+        "How often the answer was right, against how sure the network was. On the dashed line its confidence can be taken "
+        "at its word; below it is too sure, above too modest. Grey bars: share of the test inputs."
+    )
+    return Picture(
+        "reliability", "Reliability diagram", caption, figure, ("low", "high", "count", "confidence", "accuracy"), rows
+    )
+
+
+def thin(x: np.ndarray, y: np.ndarray, points: int = 240) -> tuple[np.ndarray, np.ndarray]:
+    """At most ``points`` points of a curve, ends kept: a drawing needs no more."""
+    if len(x) <= points:
+        return x, y
+    chosen = np.unique(np.linspace(0, len(x) - 1, points).round().astype(int))
+    return x[chosen], y[chosen]
+
+
+def retained(run: Run) -> Picture | None:
+    """Accuracy against the share of data retained, by entropy, aleatoric and epistemic uncertainty (Fischer, Fig. 2)."""
+    test = run.predictions("test")
+    if test is None:
+        return None
+    values = test.per_example
+    rows, ends = [], []
+    with drawing():
+        figure, axes = panel()
+        for name in ("entropy", "aleatoric", "epistemic"):
+            curve = uncertainty.retained_curve(values[name], values["correct"])
+            x, y = thin(curve.x.numpy(), curve.y.numpy())
+            hue = style.UNCERTAINTY_COLOURS[name]
+            axes.plot(x, y * 100, color=hue, linestyle={"aleatoric": style.DASHES[1]}.get(name, "-"))
+            ends.append((x, y * 100, WORDS[name], hue))
+            rows += [(name, a, b) for a, b in zip(x, y)]
+        whole = ends[0][1][-1]
+        axes.axhline(whole, color=style.MUTED, linewidth=1, linestyle=(0, (3, 3)))
+        top = max(float(y[len(y) // 20 :].max()) for _, y, _, _ in ends)
+        low = min(float(y[len(y) // 20 :].min()) for _, y, _, _ in ends)
+        pad = max(top - low, 1.0) * 0.12
+        axes.set(title="Accuracy on what it is sure of", xlabel="share of inputs answered, %", ylabel="accuracy, %",
+                 xlim=(1, 0), ylim=(low - pad, min(top + pad, 100.6)))  # fmt: skip
+        percent_axis(axes)
+        top_labels(axes, [(n, hue) for _, _, n, hue in ends])
+    caption = (
+        "From left to right the least sure inputs are set aside. The more a curve rises, the better that uncertainty finds "
+        "the errors; a flat or falling one does not. Dashed: accuracy on all inputs."
+    )
+    return Picture(
+        "retained", "Accuracy against data retained", caption, figure, ("uncertainty", "retained", "accuracy"), rows
+    )
+
+
+def histogram(run: Run, name: str) -> Picture | None:
+    """Distribution of an uncertainty for right and wrong answers and for out-of-distribution inputs."""
+    test = run.predictions("test")
+    if test is None:
+        return None
+    values, correct = test.per_example[name], test.per_example["correct"]
+    groups = [("right", values[correct], style.SERIES[0]), ("wrong", values[~correct], style.SERIES[1])]
+    groups += [(f"unknown: {n}", p.per_example[name], style.SERIES[3]) for n, p in list(run.outliers.items())[:1]]
+    groups = [g for g in groups if len(g[1])]
+    top = 1.0 if name == "entropy" else max(float(np.quantile(g[1], 0.995)) for g in groups)
+    title = WORDS[name].capitalize()
+    rows: list[tuple[Any, ...]] = []
+    with drawing():
+        figure, axes = panel()
+        if top <= 0:
+            axes.annotate("exactly 0 for every input:\nthe samples of the network do not differ", (0.5, 0.5),
+                          xycoords="axes fraction", ha="center", va="center", color=style.MUTED)  # fmt: skip
+            axes.set(title=title, xticks=[], yticks=[])
+            rows = [(g[0], 0.0, 0.0, 1.0) for g in groups]
+        else:
+            edges = np.linspace(0, top, 33)
+            for label, group, hue in groups:
+                share = np.histogram(np.minimum(group, top), edges)[0] / len(group)
+                axes.stairs(share * 100, edges, color=hue, linewidth=1.6)
+                axes.stairs(share * 100, edges, color=hue, fill=True, alpha=0.16)
+                rows += [(label, a, b, s) for a, b, s in zip(edges[:-1], edges[1:], share)]
+            axes.set(
+                title=title,
+                xlabel=f"{WORDS[name]} (larger is less sure)",
+                ylabel="share of the group, %",
+                xlim=(0, top),
+            )
+            axes.set_ylim(bottom=0)
+            top_labels(axes, [(f"{label} ({len(group):,})", hue) for label, group, hue in groups])
+    return Picture(
+        f"histogram-{name}", f"{title} of right and wrong answers", "", figure, ("group", "low", "high", "share"), rows
+    )
+
+
+def confusion(run: Run) -> Picture | None:
+    """Confusion matrix of the test answers, rows normalised."""
+    test = run.predictions("test")
+    if test is None or len(run.classes) > 40:
+        return None
+    n = test.probabilities.shape[2]
+    counts = np.zeros((n, n), int)
+    np.add.at(counts, (test.labels, test.per_example["prediction"]), 1)
+    share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    names = short_names(run.classes)
+    with drawing():
+        figure, axes = panel((4.3, 3.9))
+        shade(axes, share)
+        if n <= 12:
+            for i, j in zip(*np.nonzero(counts)):
+                axes.text(
+                    j,
+                    i,
+                    str(counts[i, j]),
+                    ha="center",
+                    va="center",
+                    fontsize=7.5,
+                    color=style.PAPER if share[i, j] > 0.55 else style.INK,
+                )
+        ticks(axes, names, names)
+        axes.set(title="What is taken for what", xlabel="answered", ylabel="true")
+    rows = [(run.classes[i], run.classes[j], int(counts[i, j])) for i in range(n) for j in range(n)]
+    return Picture(
+        "confusion",
+        "Confusion matrix",
+        "Test inputs by true class (rows) and answer (columns).",
+        figure,
+        ("true", "answered", "count"),
+        rows,
+    )
+
+
+def shade(axes: Any, values: np.ndarray, hue: str = style.SERIES[0]) -> None:
+    """Draw a matrix of shares in [0, 1] as squares of one colour with that opacity, so that it follows the page's scheme."""
+    from matplotlib.patches import Rectangle
+
+    if values.size > 2500:  # too many squares for a page: an image with an alpha channel
+        rgba = np.zeros((*values.shape, 4))
+        rgba[..., :3] = [int(hue[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+        rgba[..., 3] = values
+        axes.imshow(rgba, aspect="auto")
+        return
+    for (i, j), value in np.ndenumerate(values):
+        if value > 0:
+            axes.add_patch(Rectangle((j - 0.47, i - 0.47), 0.94, 0.94, facecolor=hue, alpha=float(value), linewidth=0))
+    axes.set(xlim=(-0.5, values.shape[1] - 0.5), ylim=(values.shape[0] - 0.5, -0.5))
+
+
+def ticks(axes: Any, rows: Sequence[str], columns: Sequence[str], most: int = 30) -> None:
+    """Name rows and columns of a matrix; with very many only every n-th."""
+    axes.grid(False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    step = max(1, -(-len(rows) // most))
+    axes.set_yticks(range(0, len(rows), step), [rows[i] for i in range(0, len(rows), step)], fontsize=8)
+    step = max(1, -(-len(columns) // most))
+    turned = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if max(map(len, columns)) > 3 else {}
+    axes.set_xticks(
+        range(0, len(columns), step), [columns[i] for i in range(0, len(columns), step)], fontsize=8, **turned
+    )
+
+
+def short_names(names: Sequence[str], length: int = 14) -> list[str]:
+    """Names cut to a length that fits a tick."""
+    return [n if len(n) <= length else n[: length - 1] + "…" for n in names]
+
+
+def partition(run: Run) -> Picture | None:
+    """Who held what: clients by classes."""
+    record = run.partition
+    if not record or not record.get("clients"):
+        return None
+    clients = record["clients"]
+    counts = np.asarray([c["counts"] for c in clients], float)
+    names = [str(c.get("name") or f"client {c['id']}") for c in clients]
+    return partition_picture(counts, run.classes or [str(i) for i in range(counts.shape[1])], names)
+
+
+def partition_picture(counts: np.ndarray, classes: Sequence[str], names: Sequence[str]) -> Picture:
+    """Picture of clients × classes from a table of counts."""
+    counts = np.asarray(counts, float)
+    share = np.sqrt(counts / max(counts.max(), 1))  # the eye judges area: small holdings stay visible
+    height = min(9.0, max(3.0, 1.3 + 0.24 * len(names)))
+    sizes = counts.sum(1).astype(int)
+    with drawing():
+        figure, axes = panel((6.2, height))
+        shade(axes, share)
+        if counts.size <= 400:
+            for (i, j), n in np.ndenumerate(counts):
+                if n:
+                    axes.text(
+                        j,
+                        i,
+                        f"{int(n)}",
+                        ha="center",
+                        va="center",
+                        fontsize=7,
+                        color=style.PAPER if share[i, j] > 0.62 else style.INK,
+                    )
+        labels = [f"{n}  ({s:,})" for n, s in zip(short_names(names, 18), sizes)]
+        ticks(axes, labels, short_names(classes), most=40)
+        axes.set(title="Who held what", xlabel="class")
+    rows = [(n, c, int(counts[i, j])) for i, n in enumerate(names) for j, c in enumerate(classes)]
+    spread = f"{sizes.min():,} to {sizes.max():,}" if sizes.min() != sizes.max() else f"{sizes.min():,}"
+    caption = (
+        f"Training examples of each class at each client; {len(names)} clients of {spread} examples (in brackets)."
+    )
+    return Picture(
+        "partition", "Who held what", caption, figure, ("client", "class", "examples"), rows, wide=len(names) > 24
+    )
+
+
+def sigma(run: Run) -> Picture | None:
+    """Mean posterior sigma of each layer over the rounds, on a logarithmic axis."""
+    rounds, layers = [], {}
+    for event in run.rounds:
+        spread = (event.get("fusion") or {}).get("sigma") or {}
+        if spread:
+            rounds.append(event["round"])
+            for name, value in (spread.get("layers") or {"all": spread.get("mean")}).items():
+                layers.setdefault(name, []).append(np.nan if value is None else value)
+    if not rounds:
+        return None
+    names = list(layers)
+    with drawing():
+        figure, axes = panel((6.2, 3.3))
+        direct = len(names) <= 8
+        for i, name in enumerate(names):
+            y = np.asarray(layers[name], float)
+            x = rounds[-len(y) :]
+            if direct:
+                axes.plot(x, y, color=style.colour(i), marker="o" if len(x) < 12 else None, markersize=3)
+            else:  # from the first layer (faint) to the last
+                axes.plot(x, y, color=style.SERIES[0], alpha=0.3 + 0.7 * i / (len(names) - 1), linewidth=1.2)
+        axes.set_yscale("log")
+        _plain_log(axes)
+        axes.set(title="Spread of the posterior, layer by layer", xlabel="round", ylabel="mean sigma")
+        _whole_rounds(axes, max(rounds))
+        if direct:
+            label_ends(
+                axes, [(rounds[-1], layers[n][-1], short_layer(n), style.colour(i)) for i, n in enumerate(names)]
+            )
+        else:
+            label_ends(
+                axes, [(rounds[-1], layers[n][-1], short_layer(n), style.SERIES[0]) for n in (names[0], names[-1])]
+            )
+    rows = [(n, r, v) for n in names for r, v in zip(rounds[-len(layers[n]) :], layers[n])]
+    caption = "Mean standard deviation of each layer's weights after fusion." + (
+        "" if direct else " Faint: first layers; strong: last."
+    )
+    return Picture(
+        "sigma", "Posterior sigma by layer and round", caption, figure, ("layer", "round", "sigma"), rows, wide=True
+    )
+
+
+def _plain_log(axes: Any) -> None:
+    """Write a log axis with plain numbers, and with enough of them when it spans little."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axes.get_ylim()
+    if high / low < 30:
+        axes.set_ylim(low / 1.15, high * 1.15)
+        axes.yaxis.set_major_locator(
+            LogLocator(subs=(1, 2, 3, 5) if high / low > 5 else (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8))
+        )
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def short_layer(name: str) -> str:
+    """A layer's name without the ending every one has."""
+    return short_names([name.removesuffix(".weight")], 16)[0]
