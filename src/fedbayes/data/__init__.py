@@ -2,6 +2,7 @@
 
 from .arrays import from_arrays
 from .examples import Dataset, Examples
+from .fetch import FileCheck, SourceRow, check, describe_sources, fetch, render_checks, render_sources
 from .holdings import Holding, partition_record, render, table
 from .loading import load, load_inputs, load_source
 from .matching import match
@@ -14,13 +15,18 @@ __all__ = [
     "Augmentation",
     "Dataset",
     "Examples",
+    "FileCheck",
     "Holding",
     "Remote",
     "Request",
     "Source",
+    "SourceRow",
     "Transform",
+    "check",
     "client_names",
     "data_directory",
+    "describe_sources",
+    "fetch",
     "from_arrays",
     "get_source",
     "hold_out",
@@ -35,6 +41,8 @@ __all__ = [
     "register_scheme",
     "register_source",
     "render",
+    "render_checks",
+    "render_sources",
     "sources",
     "split_validation",
     "table",

@@ -117,7 +117,7 @@ def as_labels(array: Array, what: str) -> np.ndarray:
         y = y.astype(np.int64)
     if y.dtype.kind not in "iubUS":
         raise DataError(f"{what}: {y.dtype} cannot be class labels; give whole numbers or names.")
-    return np.char.decode(y) if y.dtype.kind == "S" else y.astype(np.int64) if y.dtype.kind in "iub" else y
+    return y.astype(str) if y.dtype.kind in "US" else y.astype(np.int64)
 
 
 def _classes(parts: list[np.ndarray], given: Sequence[str] | None, name: str) -> tuple[list[Tensor], tuple[str, ...]]:

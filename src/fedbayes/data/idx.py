@@ -32,16 +32,21 @@ def read_idx(path: Path) -> np.ndarray:
     return np.frombuffer(blob, np.uint8, offset=4 + 4 * axes).reshape(shape)
 
 
-def _candidates(folders: tuple[str, ...], name: str) -> list[str]:
-    """Every place and spelling in which a file is found in practice (this project's, torchvision's, unpacked)."""
-    spellings = [f"{name}.gz", name, f"{name.replace('-idx', '.idx')}.gz", name.replace("-idx", ".idx")]
-    return [f"{folder}/{spelling}" for folder in folders for spelling in spellings]
+def _candidates(folders: tuple[str, ...], name: str) -> tuple[list[str], list[str]]:
+    """Every place where a file is found in practice (here, torchvision's, older spelling): compressed, and plain."""
+    plain = [f"{folder}/{spelling}" for folder in folders for spelling in (name, name.replace("-idx", ".idx"))]
+    return [f"{path}.gz" for path in plain], plain
+
+
+def _anywhere(folders: tuple[str, ...], name: str) -> list[str]:
+    packed, plain = _candidates(folders, name)
+    return [*packed, *plain]
 
 
 def _read(request: Request, folders: tuple[str, ...], classes: tuple[str, ...], notes: str) -> Dataset:
     def part(prefix: str) -> Examples:
-        image_file = need(request.data_dir, request.name, _candidates(folders, f"{prefix}-images-idx3-ubyte"))
-        label_file = need(request.data_dir, request.name, _candidates(folders, f"{prefix}-labels-idx1-ubyte"))
+        image_file = need(request.data_dir, request.name, _anywhere(folders, f"{prefix}-images-idx3-ubyte"))
+        label_file = need(request.data_dir, request.name, _anywhere(folders, f"{prefix}-labels-idx1-ubyte"))
         images, labels = read_idx(image_file), read_idx(label_file)
         if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
             raise DataError(
@@ -57,38 +62,46 @@ def _read(request: Request, folders: tuple[str, ...], classes: tuple[str, ...], 
     return Dataset(request.name, test.take([]) if request.test_only else part("train"), test, classes, notes=notes)
 
 
-def _remotes(folder: str, bases: tuple[str, ...], facts: tuple[tuple[str, int, str], ...]) -> tuple[Remote, ...]:
-    return tuple(
-        Remote(f"{folder}/{name}", tuple(base + name for base in bases), size, f"sha256:{digest}")
-        for name, size, digest in facts
-    )
+_MNIST_FOLDERS = ("mnist", "MNIST/raw")
+_FASHION_FOLDERS = ("fashion-mnist", "FashionMNIST/raw")
+
+
+def _remotes(
+    folders: tuple[str, ...], bases: tuple[str, ...], facts: tuple[tuple[str, int, str], ...]
+) -> tuple[Remote, ...]:
+    remotes = []
+    for name, size, digest in facts:
+        packed, plain = _candidates(folders, name)
+        urls = tuple(f"{base}{name}.gz" for base in bases)
+        remotes.append(Remote(packed[0], urls, size, f"sha256:{digest}", also=tuple(packed[1:]), forms=tuple(plain)))
+    return tuple(remotes)
 
 
 _MNIST = _remotes(
-    "mnist",
+    _MNIST_FOLDERS,
     (
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
         "https://storage.googleapis.com/cvdf-datasets/mnist/",
         "http://yann.lecun.com/exdb/mnist/",
     ),
     (
-        ("train-images-idx3-ubyte.gz", 9912422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
-        ("train-labels-idx1-ubyte.gz", 28881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
-        ("t10k-images-idx3-ubyte.gz", 1648877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
-        ("t10k-labels-idx1-ubyte.gz", 4542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+        ("train-images-idx3-ubyte", 9912422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
+        ("train-labels-idx1-ubyte", 28881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+        ("t10k-images-idx3-ubyte", 1648877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
+        ("t10k-labels-idx1-ubyte", 4542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
     ),
 )
 _FASHION = _remotes(
-    "fashion-mnist",
+    _FASHION_FOLDERS,
     (
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
     ),
     (
-        ("train-images-idx3-ubyte.gz", 26421880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
-        ("train-labels-idx1-ubyte.gz", 29515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
-        ("t10k-images-idx3-ubyte.gz", 4422102, "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
-        ("t10k-labels-idx1-ubyte.gz", 5148, "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
+        ("train-images-idx3-ubyte", 26421880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
+        ("train-labels-idx1-ubyte", 29515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
+        ("t10k-images-idx3-ubyte", 4422102, "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
+        ("t10k-labels-idx1-ubyte", 5148, "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
     ),
 )
 
@@ -103,7 +116,7 @@ _FASHION = _remotes(
 )
 def mnist(request: Request) -> Dataset:
     """Load MNIST from ``mnist/`` or torchvision's ``MNIST/raw/``."""
-    return _read(request, ("mnist", "MNIST/raw"), tuple("0123456789"), "MNIST (Y. LeCun, C. Cortes, C. Burges).")
+    return _read(request, _MNIST_FOLDERS, tuple("0123456789"), "MNIST (Y. LeCun, C. Cortes, C. Burges).")
 
 
 @register_source(
@@ -119,7 +132,7 @@ def fashion_mnist(request: Request) -> Dataset:
     classes = ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
     return _read(
         request,
-        ("fashion-mnist", "FashionMNIST/raw"),
+        _FASHION_FOLDERS,
         classes,
         "Fashion-MNIST (H. Xiao, K. Rasul, R. Vollgraf, Zalando, 2017).",
     )

@@ -14,7 +14,7 @@ from ..errors import DataError
 from ..seeds import numpy_rng
 from .examples import Dataset, Examples
 from .matching import match
-from .sources import Request, data_directory, get_source, sources
+from .sources import PATH_SOURCES, Request, data_directory, get_source
 from .splits import balanced_subset
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def load(
 
 def short_name(name: str) -> str:
     """Return a data set's name as it appears in records and file names: of a path, the last part without ending."""
-    return name if name in sources() else Path(name).stem
+    return Path(name).stem if get_source(name).name in PATH_SOURCES else name
 
 
 def limited(examples: Examples, limit: int, seed: int, split: str) -> Examples:

@@ -29,9 +29,9 @@ _TEST = 42
             ),
             87776,
             "sha256:e90434cdbf00fcf93ffa911fe447ae25606979658e60f1d32e155c3b5240234d",
+            also=("sonar.all-data",),
         ),
     ),
-    alternatives=("sonar.all-data",),
 )
 def sonar_rocks(request: Request) -> Dataset:
     """Load the table, split once and for all (not by the experiment's seed) into 166 + 42, stratified."""

@@ -37,13 +37,16 @@ class Remote:
     """A canonical file: where it lies in the data directory, its publisher's addresses, size and checksum.
 
     ``checksum`` is ``md5:...`` or ``sha256:...`` as the publisher or the community gives it (empty: not known,
-    then only the size is compared). ``size`` is in bytes.
+    then only the size is compared). ``size`` is in bytes (0: not known). ``also`` names other paths at which the
+    very same file is accepted, ``forms`` paths of the same content in another form (uncompressed).
     """
 
     path: str
     urls: tuple[str, ...]
-    size: int
+    size: int = 0
     checksum: str = ""
+    also: tuple[str, ...] = ()
+    forms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,9 @@ class Source:
     licence: str = ""
     files: tuple[Remote, ...] = ()
     alternatives: tuple[str, ...] = ()
-    """Other paths in the data directory that serve as well as ``files`` (an unpacked archive)."""
+    """Other paths in the data directory, any of which serves as well as all ``files`` (an unpacked archive)."""
+    partial: tuple[str, ...] = ()
+    """Paths that serve for the test part alone."""
     hint: str = ""
     """For a set that cannot be fetched: where to get it and where to put it."""
     size: int = 0
@@ -82,33 +87,55 @@ def register_source(
     licence: str = "",
     files: tuple[Remote, ...] = (),
     alternatives: tuple[str, ...] = (),
+    partial: tuple[str, ...] = (),
     hint: str = "",
     size: int = 0,
 ) -> Callable[[Callable[[Request], Dataset]], Callable[[Request], Dataset]]:
     """Register the decorated function as the source ``name``; a second one of the same name replaces the first."""
 
     def add(read: Callable[[Request], Dataset]) -> Callable[[Request], Dataset]:
-        _SOURCES[name] = Source(name, read, summary, examples, classes, licence, files, alternatives, hint, size)
+        _SOURCES[name] = Source(
+            name=name,
+            read=read,
+            summary=summary,
+            examples=examples,
+            classes=classes,
+            licence=licence,
+            files=files,
+            alternatives=alternatives,
+            partial=partial,
+            hint=hint,
+            size=size,
+        )
         return read
 
     return add
 
 
+def _enter(room: str) -> None:
+    """Import one module, which registers its sources."""
+    module = f"{__package__}.{room}"
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:  # the room is there but something it needs is not: say so
+            raise
+
+
 def sources() -> Mapping[str, Source]:
     """Return every registered source by name."""
     for room in _ROOMS:
-        module = f"{__package__}.{room}"
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name != module:  # the room is there but something it needs is not: say so
-                raise
+        _enter(room)
     return _SOURCES
 
 
 def get_source(name: str) -> Source:
     """Return the source that loads ``name``: a registered one, an ``.npz`` file, or a folder of recordings."""
-    known = sources()
+    for room in _ROOMS:  # no further than needed: digits want nothing that reads audio
+        if name in _SOURCES:
+            return _SOURCES[name]
+        _enter(room)
+    known = _SOURCES
     if name in known:
         return known[name]
     path = Path(name).expanduser()
@@ -116,10 +143,10 @@ def get_source(name: str) -> Source:
         return known["npz"]
     if path.is_dir() and "folder" in known:
         return known["folder"]
-    raise DataError(f"no data set is called '{name}': {nearest(name, [n for n in known if n not in _PATHS])}")
+    raise DataError(f"no data set is called '{name}': {nearest(name, [n for n in known if n not in PATH_SOURCES])}")
 
 
-_PATHS = ("npz", "folder")
+PATH_SOURCES = ("npz", "folder")
 """Sources that read the path given as the data set's name."""
 
 

@@ -39,6 +39,10 @@ def _test(request: Request) -> Examples:
     )
 
 
+def _remote(name: str, size: int, checksum: str) -> Remote:
+    return Remote(f"svhn/{name}", (_BASE + name,), size, checksum, also=(name,))
+
+
 @register_source(
     "svhn",
     summary="house numbers from the street, 32x32 colour",
@@ -46,10 +50,10 @@ def _test(request: Request) -> Examples:
     classes=10,
     licence="non-commercial use",
     files=(
-        Remote("svhn/train_32x32.mat", (_BASE + "train_32x32.mat",), 182040794, "md5:e26dedcc434d2e4c54c9b2d4a06d8373"),
-        Remote("svhn/test_32x32.mat", (_BASE + "test_32x32.mat",), 64275384, "md5:eb5a983be6a315427106f1b164d9cef3"),
+        _remote("train_32x32.mat", 182040794, "md5:e26dedcc434d2e4c54c9b2d4a06d8373"),
+        _remote("test_32x32.mat", 64275384, "md5:eb5a983be6a315427106f1b164d9cef3"),
     ),
-    alternatives=("train_32x32.mat", "test_32x32.mat", *_NPZ),
+    partial=_NPZ,
 )
 def svhn(request: Request) -> Dataset:
     """Load SVHN from ``train_32x32.mat`` and ``test_32x32.mat`` (for OOD use also from a ``svhn-test.npz``)."""
