@@ -302,6 +302,25 @@ def _different(cuts: np.ndarray, clients: int, k: int, rng: np.random.Generator)
     return hands
 
 
+@register_scheme("odd-one")
+def odd_one(config: Partition, train: Examples, rng: np.random.Generator) -> list[np.ndarray]:
+    """One client unlike the rest: few examples of few classes, while the others share everything else at random.
+
+    Client 0 holds ``minor_examples`` of each of the first ``classes_per_client`` classes (Reyes et al. 2021, variance
+    analysis: one small non-IID client beside three IID ones).
+    """
+    _enough(config, len(train))
+    pools, m, k = _pools(train, rng), config.minor_examples, config.classes_per_client
+    if config.clients < 2 or not 1 <= k <= len(pools) or not 1 <= m <= min(len(pool) for pool in pools[:k]):
+        raise DataError(
+            f"partition odd-one: one client of {m} examples of each of {k} classes beside {config.clients - 1} others cannot be "
+            f"made of {len(train)} examples of {len(pools)} classes; ask for at least 2 clients and for fewer examples or classes."
+        )
+    odd = np.concatenate([pool[:m] for pool in pools[:k]])
+    rest = rng.permutation(np.setdiff1d(np.arange(len(train)), odd))
+    return [odd, *np.array_split(rest, config.clients - 1)]
+
+
 @register_scheme("quantity")
 def quantity(config: Partition, train: Examples, rng: np.random.Generator) -> list[np.ndarray]:
     """Sizes skewed, classes alike: ``minimum`` each, the rest by one draw from Dirichlet(alpha).

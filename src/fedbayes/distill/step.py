@@ -32,7 +32,8 @@ class RoundDistiller:
             check_unlabelled(unlabelled, judge.splits["test"])
         check_schedule(len(unlabelled.inputs), experiment.distill)
         self.model, self.unlabelled, self.transform = model, unlabelled, transform
-        self.experiment, self.judge = experiment, judge
+        self.experiment = experiment
+        self.judge: Any = judge
 
     def __call__(
         self,

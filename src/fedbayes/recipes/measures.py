@@ -1,0 +1,195 @@
+"""From the events of finished runs to the numbers a paper prints: last round, best round, over rounds, rounds to a target."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, nearest
+from ..rundir import read_events
+from ..uncertainty import reliability_index
+from .published import Coordinates
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One number of ours: its mean over seeds and its spread (NaN where nothing tells)."""
+
+    value: float
+    spread: float
+    seeds: int
+
+
+Series = list[tuple[int, Mapping[str, float]]]
+"""Test metrics by evaluated round."""
+
+
+def series(path: Path, model: str = "global", split: str = "test") -> Series:
+    """Return the evaluated rounds of a run, in order."""
+    return [
+        (e["round"], e["metrics"])
+        for e in read_events(path)
+        if e["kind"] == "evaluation" and e["split"] == split and e["model"] == model
+    ]
+
+
+def sigma_of(path: Path) -> float:
+    """Return the mean sigma of a run's last round (0 where the model has none)."""
+    rounds = [e for e in read_events(path) if e["kind"] == "round"]
+    sigma = (rounds[-1]["fusion"].get("sigma") if rounds else None) or {}
+    return float(sigma.get("mean") or 0.0)
+
+
+def _last(run: Series, metric: str) -> float:
+    return _number(run[-1][1].get(metric)) if run else math.nan
+
+
+def _best(run: Series, metric: str) -> float:
+    scored = [(m["nll"], m) for _, m in run if m.get("nll") is not None]
+    return _number(min(scored, key=lambda pair: pair[0])[1].get(metric)) if scored else math.nan
+
+
+def _mean(run: Series, metric: str) -> float:
+    values = [_number(m.get(metric)) for _, m in run]
+    return statistics.fmean(values) if values else math.nan
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+REPORTS: dict[str, Callable[[Series, str], float]] = {
+    "last": _last,
+    "best-test-nll": _best,
+    "best-validation-nll": _last,  # the series is cut at the best round before, see ``read``
+    "rounds": _mean,
+}
+
+
+def read(paths: Sequence[Path], metric: str, report: str, model: str = "global") -> Outcome | None:
+    """Return one metric of a cell's finished runs, a run a seed; None where there is none.
+
+    The spread is the standard deviation over seeds; for ``rounds`` it is the deviation over rounds, as printed.
+    """
+    if report not in REPORTS:
+        raise ConfigError(f"report '{report}' does not exist; {nearest(report, REPORTS)}")
+    values, over_rounds = [], []
+    for path in paths:
+        run = series(path, model)
+        if report == "best-validation-nll":
+            run = _until_best(path, run, model)
+        values.append(REPORTS[report](run, metric))
+        over_rounds.append(_deviation([_number(m.get(metric)) for _, m in run]))
+    values = [v for v in values if not math.isnan(v)]
+    if not values:
+        return None
+    spread = statistics.fmean(over_rounds) if report == "rounds" else _deviation(values)
+    return Outcome(statistics.fmean(values), spread, len(values))
+
+
+def _until_best(path: Path, run: Series, model: str) -> Series:
+    judged = [(m["nll"], r) for r, m in series(path, model, "validation")]
+    best = min(judged)[1] if judged else math.inf
+    return [(r, m) for r, m in run if r <= best]
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else math.nan
+
+
+def rounds_to(paths: Sequence[Path], target: float, model: str = "global") -> Outcome | None:
+    """Return the first evaluated round whose test accuracy reaches ``target`` (a share); None where no run does."""
+    reached = []
+    for path in paths:
+        first = next((r for r, m in series(path, model) if _number(m.get("accuracy")) >= target), None)
+        if first is not None:
+            reached.append(float(first))
+    return Outcome(statistics.fmean(reached), _deviation(reached), len(reached)) if reached else None
+
+
+def reliability(paths: Sequence[Path], model: str = "global") -> Outcome | None:
+    """Return the reliability index of test accuracy over rounds as a share (Reyes 2021, eq. 7)."""
+    values = [
+        reliability_index([_number(m.get("accuracy")) for _, m in run]) / 100
+        for run in (series(p, model) for p in paths)
+        if len(run) > 1
+    ]
+    return Outcome(statistics.fmean(values), _deviation(values), len(values)) if values else None
+
+
+def outcome(
+    at: Coordinates, metric: str, report: str, runs: Mapping[Coordinates, tuple[Sequence[Path], str]]
+) -> Outcome | None:
+    """Return our number for a printed place, from the finished runs by cell (paths, predictor)."""
+    if metric == "reliability":
+        return _reliability_at(at, runs)
+    found = next(((paths, model) for cell, (paths, model) in runs.items() if set(cell) <= set(at)), None)
+    if found is None or not found[0]:
+        return None
+    paths, model = found
+    if metric == "rounds":
+        return rounds_to(paths, float(dict(at)["target"]) / 100, model)
+    return read(paths, metric, report, model)
+
+
+def _reliability_at(at: Coordinates, runs: Mapping[Coordinates, tuple[Sequence[Path], str]]) -> Outcome | None:
+    """One index, or (``batch=mean``) the mean over the batch sizes of eq. (8), when all of them have been run."""
+    mean = ("batch", "mean") in at
+    rest = {pair for pair in at if pair[0] != "batch"} if mean else set(at)
+    group = [(paths, model) for cell, (paths, model) in runs.items() if rest <= set(cell)]
+    found = [reliability(paths, model) for paths, model in group if paths]
+    values = [o for o in found if o is not None]
+    if not values or len(values) < len(group):
+        return None
+    return Outcome(
+        statistics.fmean(o.value for o in values), statistics.fmean(o.spread for o in values), values[0].seeds
+    )
+
+
+# -- verdicts ------------------------------------------------------------------------------------------------------
+
+NOISE = {
+    "accuracy": 0.005,
+    "nll": 0.01,
+    "ece": 0.005,
+    "predictive_variance": 0.005,
+    "reliability": 0.005,
+    "rounds": 5.0,
+}
+"""Least combined spread by metric: below it two runs of one and the same thing differ (Fischer's own noise floor)."""
+
+AGREES_WITHIN = 2.0
+"""A difference of at most this many combined spreads counts as agreement."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The paper's number, ours, their difference in units of the combined spread, and what follows."""
+
+    at: Coordinates
+    metric: str
+    paper: float
+    paper_spread: float | None
+    ours: Outcome | None
+    difference: float
+    word: str
+
+
+def judge(at: Coordinates, metric: str, paper: float, spread: float | None, ours: Outcome | None,
+          noise: Mapping[str, float] | None = None) -> Verdict:  # fmt: skip
+    """Compare one number: ``agrees``, ``differs`` or ``not run``.
+
+    The combined spread is sqrt(paper's² + ours²), unknown ones left out, and at least the metric's noise.
+    """
+    if ours is None:
+        return Verdict(at, metric, paper, spread, None, math.nan, "not run")
+    mine = 0.0 if math.isnan(ours.spread) else ours.spread
+    combined = max(math.hypot(spread or 0.0, mine), {**NOISE, **(noise or {})}.get(metric, 0.0), 1e-12)
+    difference = (ours.value - paper) / combined
+    return Verdict(
+        at, metric, paper, spread, ours, difference, "agrees" if abs(difference) <= AGREES_WITHIN else "differs"
+    )

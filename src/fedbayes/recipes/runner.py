@@ -1,0 +1,173 @@
+"""``reproduce``: run what a recipe still lacks, compare with the printed numbers, write one page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from ..errors import ConfigError, DataError
+from ..experiment import Experiment
+from ..rundir import is_finished
+from . import measures
+from .grid import Cell, Recipe, digest, load_recipe
+from .published import Coordinates
+
+RunMany = Callable[[Sequence[tuple[str, Experiment, Path]]], None]
+"""Runs experiments (label, experiment, directory), resuming what is unfinished."""
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """What ``reproduce`` gives back: the verdicts, where runs and page are, and what could not be run."""
+
+    recipe: Recipe
+    verdicts: tuple[measures.Verdict, ...]
+    runs: Mapping[Coordinates, tuple[Sequence[Path], str]]
+    page: Path
+    skipped: Mapping[str, str]
+
+    def __str__(self) -> str:
+        from .page import as_text
+
+        return as_text(self)
+
+
+def reproduce(
+    name: str,
+    scale: str = "quick",
+    only: Sequence[str] = (),
+    out: str | Path = Path("runs") / "reproduce",
+    data_dir: str | Path | None = None,
+    *,
+    readings: Mapping[str, str] | None = None,
+    changes: Mapping[str, object] | None = None,
+    seeds: int | None = None,
+    run_many: RunMany | None = None,
+) -> Reproduction:
+    """Reproduce a table or figure by name and write ``NAME-SCALE.html`` in ``out``.
+
+    Finished runs are not run again, unfinished ones are resumed; recipes that share cells share their runs (in
+    ``out/runs``). ``only`` keeps cells whose label (``partition=iid rule=nwa``) holds every word of one of the items
+    (shell patterns allowed). ``smoke`` runs one cell, a figure the one its table has run already. ``readings`` takes
+    other readings of the paper's ambiguities, ``changes`` overrides configuration fields of every cell.
+    """
+    recipe = load_recipe(name, scale, readings)
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    cells = [c for c in recipe.cells if not only or any(_matches(c, item) for item in only)]
+    if not cells:
+        raise ConfigError(f"--only leaves no cell of {name}; a cell is called '{recipe.cells[0].label}'.")
+    if changes:
+        from .. import config
+
+        cells = [Cell(c.at, config.override(c.experiment, changes, "command line"), c.model) for c in cells]
+    numbers = range(recipe.seeds if seeds is None else seeds)
+    if scale == "smoke" and not only:
+        cells = _few(cells, out)
+    skipped: dict[str, str] = {}
+    if recipe.figures != ("fused-densities",):
+        skipped = _run_cells(cells, numbers, out, data_dir, run_many)
+    runs = {c.at: ([p for p in _paths(c, numbers, out) if is_finished(p)], c.model) for c in cells}
+    verdicts = _verdicts(recipe, runs)
+    from .page import write_page
+
+    page = write_page(recipe, verdicts, runs, skipped, out, bool(changes))
+    return Reproduction(recipe, verdicts, runs, page, skipped)
+
+
+def run_path(experiment: Experiment, out: Path) -> Path:
+    """Return the directory of a run: a readable name and eight letters that tell configurations apart."""
+    e = experiment
+    parts = [
+        e.data.name,
+        e.model.name,
+        e.model.kind,
+        e.fusion.rule,
+        e.fusion.weighting,
+        e.partition.scheme,
+        f"s{e.seed}",
+    ]
+    words = "-".join(p.replace("/", "_").removesuffix(".npz") for p in parts)
+    return out / "runs" / f"{words}-{digest(e)}"
+
+
+def _paths(cell: Cell, seeds: Sequence[int], out: Path) -> list[Path]:
+    return [run_path(cell.with_seed(s), out) for s in seeds]
+
+
+def _matches(cell: Cell, item: str) -> bool:
+    return all(
+        any(fnmatch(word, want) or word.endswith(f"={want}") for word in cell.label.split()) for want in item.split()
+    )
+
+
+def _few(cells: Sequence[Cell], out: Path) -> list[Cell]:
+    """Choose the cell of a smoke run: one that another recipe has run already, else the first."""
+    done = [c for c in cells if is_finished(run_path(c.with_seed(0), out))]
+    return [(done or list(cells))[0]]
+
+
+def _run_cells(
+    cells: Sequence[Cell], seeds: Sequence[int], out: Path, data_dir: str | Path | None, run_many: RunMany | None
+) -> dict[str, str]:
+    """Run what is not finished; a cell whose data are not there is skipped with its reason."""
+    todo: dict[Path, tuple[str, Experiment, Path]] = {}
+    skipped: dict[str, str] = {}
+    missing: dict[tuple[str, ...], str | None] = {}
+    for cell in cells:
+        wants = _sets(cell.experiment)
+        if wants not in missing:
+            missing[wants] = _absent(cell.experiment, data_dir)
+        if reason := missing[wants]:
+            skipped[cell.label] = reason
+            continue
+        for seed in seeds:
+            experiment = cell.with_seed(seed)
+            path = run_path(experiment, out)
+            todo.setdefault(path, (f"{cell.label} seed={seed}", experiment, path))
+    (run_many or run_with_lanes(data_dir))(list(todo.values()))
+    return skipped
+
+
+def _sets(e: Experiment) -> tuple[str, ...]:
+    return (e.data.name, e.data.ood, e.distill.data if e.distill.enabled else "")
+
+
+def _absent(experiment: Experiment, data_dir: str | Path | None) -> str | None:
+    """Say why a cell's data cannot be had, or None."""
+    from ..data import load_source
+
+    for name in _sets(experiment):
+        if not name:
+            continue
+        try:
+            load_source(name, data_dir=data_dir)
+        except DataError as error:
+            return str(error)
+    return None
+
+
+def run_with_lanes(data_dir: str | Path | None) -> RunMany:
+    """Return the usual way to run cells: ``compare.run_grid``, which shares launches between like runs."""
+
+    def run(items: Sequence[tuple[str, Experiment, Path]]) -> None:
+        from ..compare import Cell as GridCell
+        from ..compare import run_grid
+
+        cells = [GridCell(label, {}, e.seed, e, path) for label, e, path in items]
+        run_grid(cells, data_dir=data_dir)
+
+    return run
+
+
+def _verdicts(recipe: Recipe, runs: Mapping[Coordinates, tuple[Sequence[Path], str]]) -> tuple[measures.Verdict, ...]:
+    if recipe.published is None:
+        return ()
+    return tuple(
+        measures.judge(
+            e.at, e.metric, e.value, e.spread, measures.outcome(e.at, e.metric, recipe.report, runs), recipe.noise
+        )
+        for e in recipe.published.entries
+    )
