@@ -1,0 +1,209 @@
+"""The command ``fedbayes predict``: inputs from files, answers as CSV or JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+
+from .errors import ConfigError, DataError
+from .predictor import Prediction, Predictor, load
+
+INPUT_KEYS = ("inputs", "images", "x", "X", "x_test", "data")
+LABEL_KEYS = ("labels", "y", "y_test", "targets")
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm")
+VALUES = ("confidence", "entropy", "aleatoric", "epistemic", "mutual_information")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs read from a file or folder: their names, values, and labels where the file has them."""
+
+    names: Sequence[str]
+    values: np.ndarray
+    labels: np.ndarray | None = None
+
+
+def read_inputs(path: str | Path, shape: tuple[int, ...]) -> Batch:
+    """Read inputs from an ``.npz`` or ``.npy`` file, one image, or a folder of images (in order of their names)."""
+    path = Path(path)
+    if not path.exists():
+        raise DataError(f"{path} is not there; give an .npz or .npy file, an image, or a folder of images.")
+    if path.is_dir():
+        files = sorted(f for f in path.rglob("*") if f.suffix.lower() in PICTURES)
+        if not files:
+            raise DataError(f"{path} holds no image ({', '.join(PICTURES[:4])} ...).")
+        return Batch([str(f.relative_to(path)) for f in files], np.stack([read_image(f, shape) for f in files]))
+    if path.suffix == ".npz":
+        return _read_npz(path)
+    if path.suffix == ".npy":
+        try:
+            values = np.load(path)
+        except (ValueError, OSError, EOFError) as error:
+            raise DataError(f"{path} is no NumPy array ({error}).") from None
+        return Batch([str(i) for i in range(len(values))], values)
+    if path.suffix.lower() in PICTURES:
+        return Batch([path.name], read_image(path, shape)[None])
+    raise DataError(f"{path}: a file named *{path.suffix} is not understood; .npz, .npy and images are.")
+
+
+def _read_npz(path: Path) -> Batch:
+    try:
+        with np.load(path) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} is no .npz file ({error}).") from None
+    key = next((k for k in INPUT_KEYS if k in arrays), None)
+    others = [k for k in arrays if k not in LABEL_KEYS]
+    if key is None and len(others) == 1:
+        key = others[0]
+    if key is None:
+        raise DataError(
+            f"{path} holds {', '.join(arrays) or 'nothing'}; the inputs must be called 'inputs' or 'images'."
+        )
+    values = arrays[key]
+    labels = next((arrays[k] for k in LABEL_KEYS if k in arrays), None)
+    if labels is not None and labels.shape != values.shape[:1]:
+        raise DataError(
+            f"{path}: {len(values)} inputs and labels of shape {labels.shape}; one label per input is needed."
+        )
+    return Batch([str(i) for i in range(len(values))], values, labels)
+
+
+def read_image(file: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """Read one image as (C, H, W) bytes, in grey or colour as the network takes it; its size must be the network's."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise DataError(
+            "reading image files needs Pillow: pip install pillow brings it (or give the images as an .npz file)."
+        ) from None
+    if len(shape) != 3 or shape[0] not in (1, 3):
+        raise DataError(f"the network takes inputs of shape {shape}, not images; give them as an .npz file.")
+    try:
+        with Image.open(file) as image:
+            pixels = np.asarray(image.convert("L" if shape[0] == 1 else "RGB"))
+    except (UnidentifiedImageError, OSError) as error:
+        raise DataError(f"{file} is no image that can be read ({error}).") from None
+    if pixels.shape[:2] != shape[1:]:
+        raise DataError(
+            f"{file} is {pixels.shape[1]} x {pixels.shape[0]} pixels; the network takes {shape[2]} x {shape[1]}."
+        )
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
+def rows(batch: Batch, found: Prediction, rejected: torch.Tensor | None) -> Iterator[dict[str, Any]]:
+    """Yield one dictionary per input: its name, class, uncertainties, whether it is for a human, probabilities."""
+    values = {name: getattr(found, name).tolist() for name in VALUES}
+    for i, (name, answer, p) in enumerate(zip(batch.names, found.names, found.probabilities.tolist())):
+        row: dict[str, Any] = {"input": name, "class": answer} | {k: v[i] for k, v in values.items()}
+        if rejected is not None:
+            row["reject"] = bool(rejected[i])
+        if batch.labels is not None:
+            row["label"] = _label_name(batch.labels[i], found.classes)
+        yield row | {"probabilities": dict(zip(found.classes, p))}
+
+
+def _label_name(label: Any, classes: Sequence[str]) -> str:
+    return (
+        classes[int(label)] if np.issubdtype(type(label), np.integer) and 0 <= int(label) < len(classes) else str(label)
+    )
+
+
+def write_csv(table: Iterator[dict[str, Any]], out: TextIO) -> None:
+    """Write rows as CSV: one column per class (``p_NAME``) after the others."""
+    writer = None
+    for row in table:
+        flat = {k: _text(v) for k, v in row.items() if k != "probabilities"}
+        flat |= {f"p_{name}": _text(p) for name, p in row["probabilities"].items()}
+        if writer is None:
+            writer = csv.DictWriter(out, flat, lineterminator="\n")
+            writer.writeheader()
+        writer.writerow(flat)
+
+
+def write_jsonl(table: Iterator[dict[str, Any]], out: TextIO) -> None:
+    """Write rows as JSON, one line each."""
+    for row in table:
+        out.write(json.dumps(row) + "\n")
+
+
+WRITERS = {"csv": write_csv, "jsonl": write_jsonl}
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, bool):
+        return int(value)
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Run ``fedbayes predict``; the answers go to standard output or ``--output``, remarks to standard error."""
+    p = argparse.ArgumentParser(
+        prog="fedbayes predict", allow_abbrev=False,
+        description="Predict with a run's posterior and say how sure: class, probabilities, entropy, aleatoric and epistemic uncertainty per input.",
+    )  # fmt: skip
+    p.add_argument("run", help="run directory")
+    p.add_argument(
+        "--input", required=True, help=".npz or .npy file, image, or folder of images: raw, as before training"
+    )
+    p.add_argument("--output", help="file to write (default: standard output)")
+    p.add_argument("--format", choices=list(WRITERS), help="csv or jsonl (default: by the output's ending, else csv)")
+    p.add_argument("--reject", type=float, help="mark this share of least sure inputs for a human")
+    p.add_argument(
+        "--by", default="entropy", help="uncertainty to reject by: entropy, aleatoric, epistemic, mutual_information"
+    )
+    p.add_argument(
+        "--model", choices=["best", "final"], default="best", help="posterior of the best round, or the final one"
+    )
+    p.add_argument("--samples", type=int, help="networks drawn (default: as in the run's evaluation)")
+    p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
+    p.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    o = p.parse_args(list(arguments))
+    if o.reject is not None and not 0 <= o.reject < 1:
+        raise ConfigError(f"--reject is {o.reject:g}; it must be a share: at least 0 and below 1.")
+    predictor = load(o.run, o.model, o.device)
+    batch = read_inputs(o.input, predictor.input_shape)
+    found = predictor(batch.values, o.samples, seed=o.seed)
+    rejected = found.rejected(o.reject, o.by) if o.reject is not None else None
+    chosen = o.format or ("jsonl" if str(o.output or "").endswith((".jsonl", ".json", ".ndjson")) else "csv")
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(open(o.output, "w", newline="", encoding="utf-8")) if o.output else sys.stdout
+        WRITERS[chosen](rows(batch, found, rejected), out)
+    for line in remarks(predictor, batch, found, rejected, o.reject, o.by):
+        print(line, file=sys.stderr)
+    return 0
+
+
+def remarks(
+    predictor: Predictor, batch: Batch, found: Prediction, rejected: torch.Tensor | None, share: float | None, by: str
+) -> Iterator[str]:
+    """Yield what is to be said beside the answers: how many are for a human, and the accuracy to expect on the rest."""
+    right = None
+    if batch.labels is not None and np.issubdtype(batch.labels.dtype, np.integer):
+        right = found.prediction == torch.as_tensor(batch.labels.astype(np.int64))
+        yield f"{len(found)} inputs, {float(right.double().mean()) * 100:.1f} % right by the file's own labels."
+    if rejected is None or share is None:
+        return
+    yield f"{int(rejected.sum())} of {len(found)} inputs are marked for a human, the least sure by {by.replace('_', ' ')}."
+    if right is not None and not bool(rejected.all()):
+        yield f"On the rest {float(right[~rejected].double().mean()) * 100:.1f} % are right by the file's own labels."
+    expected = predictor.expected_accuracy(share, by)
+    if expected is None:
+        yield "The run kept no validation set, so no accuracy to expect on the rest can be given."
+    else:
+        accuracy, error, count = expected
+        yield (
+            f"Accuracy to expect on the rest: {accuracy * 100:.1f} % (± {196 * error:.1f} points; from {count} validation "
+            "examples, for inputs like those it was trained on)."
+        )

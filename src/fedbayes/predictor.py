@@ -1,0 +1,291 @@
+"""Using a finished run: ``fedbayes.load(RUN)`` gives a ``Predictor`` that answers and says how sure it is.
+
+Whoever predicts has no training data, so a run directory carries what prediction needs: ``predictor.json`` (classes,
+shape and type of an input) and ``transform.safetensors`` (scale and shift of the server's inputs), written by
+``save_card`` when the run starts, beside the posterior and ``config.toml``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from . import config, uncertainty
+from .data import Dataset, Transform
+from .engine import predict
+from .errors import ConfigError, DataError, FedBayesError, PosteriorError, RunError
+from .experiment import Experiment
+from .posterior import Posterior
+from .rundir import write_atomically
+
+CARD, TRANSFORM = "predictor.json", "transform.safetensors"
+
+
+def save_card(
+    folder: str | Path, experiment: Experiment, dataset: Dataset, transform: Transform, model: nn.Module
+) -> None:
+    """Write into a run directory what prediction needs beside the posterior.
+
+    Only the server's row of the transform is kept: the clients' own means (``data.mean = "client"``) are theirs.
+    """
+    folder = Path(folder)
+    card = {
+        "schema": 1,
+        "data": dataset.name,
+        "classes": list(dataset.classes),
+        "input_shape": list(dataset.input_shape),
+        "input_type": str(dataset.train.inputs.dtype).removeprefix("torch."),
+        "network": f"{type(model).__module__}.{type(model).__qualname__}",
+    }
+    write_atomically(folder / CARD, json.dumps(card, indent=1).encode())
+    tensors = {"scale": transform.scale, "shift": transform.shift[-1:]}
+    blob = save({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()})
+    write_atomically(folder / TRANSFORM, blob)
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """Answers for N inputs and how sure each is.
+
+    ``samples`` are the class probabilities of the M sampled networks (M, N, C), ``classes`` the names. The other
+    values follow from them; ``uncertainty`` in the plain sense is ``entropy``, ``epistemic`` the part that more
+    training data could remove, ``aleatoric`` the part they could not.
+    """
+
+    samples: Tensor
+    classes: tuple[str, ...]
+
+    @cached_property
+    def _values(self) -> dict[str, Tensor]:
+        return uncertainty.per_example(self.samples)
+
+    @cached_property
+    def probabilities(self) -> Tensor:
+        """Mean prediction (N, C)."""
+        return uncertainty.predictive_mean(self.samples)
+
+    @property
+    def prediction(self) -> Tensor:
+        """Number of the answered class, (N,)."""
+        return self._values["prediction"]
+
+    @property
+    def names(self) -> list[str]:
+        """Name of the answered class of each input."""
+        return [self.classes[i] for i in self.prediction.tolist()]
+
+    @property
+    def confidence(self) -> Tensor:
+        """Probability of the answered class, (N,)."""
+        return self._values["confidence"]
+
+    @property
+    def entropy(self) -> Tensor:
+        """Normalised predictive entropy, 0 (sure) to 1 (no idea), (N,)."""
+        return self._values["entropy"]
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """Trace of Kwon's aleatoric covariance, (N,)."""
+        return self._values["aleatoric"]
+
+    @property
+    def epistemic(self) -> Tensor:
+        """Trace of Kwon's epistemic covariance, (N,)."""
+        return self._values["epistemic"]
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """Mutual information between answer and weights in nats, (N,)."""
+        return self._values["mutual_information"]
+
+    def __len__(self) -> int:
+        return self.samples.shape[1]
+
+    def rejected(self, share: float, by: str = "entropy") -> Tensor:
+        """Mark the given share of least sure inputs (for a human), (N,) of truth values.
+
+        The nearest whole number of inputs is marked; of equally unsure ones the later are marked first.
+        """
+        if not 0 <= share < 1:
+            raise ConfigError(f"the share to reject is {share:g}; it must be at least 0 and below 1.")
+        if by not in uncertainty.UNCERTAINTIES:
+            raise ConfigError(f"'{by}' is no uncertainty; valid are: {', '.join(uncertainty.UNCERTAINTIES)}.")
+        count = int(share * len(self) + 0.5)
+        order = torch.argsort(self._values[by], stable=True)
+        marked = torch.zeros(len(self), dtype=torch.bool)
+        marked[order[len(self) - count :]] = True
+        return marked
+
+
+class Predictor:
+    """A trained posterior ready to answer. Made by ``fedbayes.load(RUN)``; call it with inputs.
+
+    ``classes`` and ``input_shape`` say what it knows and takes, ``experiment`` how it was trained.
+    """
+
+    def __init__(
+        self, experiment: Experiment, posterior: Posterior, network: nn.Module, transform: Transform,
+        card: dict[str, Any], device: str = "auto", folder: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.experiment, self.posterior, self.network, self.transform = experiment, posterior, network, transform
+        self.classes = tuple(card["classes"])
+        self.input_shape = tuple(card["input_shape"])
+        self.input_type: torch.dtype = getattr(torch, card["input_type"])
+        self.folder = folder
+        self._engine = dataclasses.replace(experiment.engine, device=device, compile=False)
+
+    def __call__(
+        self, inputs: Any, samples: int | None = None, batch_size: int | None = None, seed: int = 0
+    ) -> Prediction:
+        """Predict for a batch of raw inputs (tensor or array), as they were before any scaling.
+
+        Images are (N, C, H, W), (N, H, W, C) or, of one channel, (N, H, W); one single input may be given without
+        its leading axis. ``samples`` networks are drawn (default: as in the run's evaluation; always 1 for a
+        deterministic network). The same seed gives the same answers.
+        """
+        raw = self.inputs(inputs)
+        if self.experiment.model.kind == "deterministic":
+            samples = 1
+        e = self.experiment.evaluation
+        drawn = predict(
+            self.network, self.posterior, raw, self.transform,
+            samples=e.samples if samples is None else samples, batch_size=batch_size or e.batch_size,
+            draws=e.draws, seed_address=(seed, "predict"), engine=self._engine,
+        )  # fmt: skip
+        return Prediction(drawn, self.classes)
+
+    def inputs(self, inputs: Any) -> Tensor:
+        """Return inputs as the network's stored form (N, *input_shape), or say why they cannot be."""
+        x = inputs if isinstance(inputs, Tensor) else torch.as_tensor(np.asarray(inputs))
+        x = _arranged(x, self.input_shape)
+        if len(x) == 0:
+            raise DataError("there are no inputs to predict for.")
+        if self.input_type == torch.uint8 and x.dtype != torch.uint8:
+            return _as_bytes(x)
+        if not x.is_floating_point():
+            return x.to(self.input_type)
+        if not bool(torch.isfinite(x).all()):
+            row = int((~torch.isfinite(x.flatten(1))).any(1).nonzero()[0])
+            raise DataError(f"input {row} holds NaN or infinity; fill in missing values as it was done for training.")
+        return x.to(self.input_type)
+
+    def expected_accuracy(self, reject: float = 0.0, by: str = "entropy") -> tuple[float, float, int] | None:
+        """Accuracy to expect on what is not rejected, its standard error, and the number of examples it is from.
+
+        Measured on the run's validation predictions with the same share set aside by the same uncertainty; None where the run had
+        no validation set. For the model of the best round this is slightly rosy: that round was chosen on these data.
+        """
+        file = (self.folder or Path()) / "predictions-validation.npz"
+        if self.folder is None or not file.exists():
+            return None
+        with np.load(file) as stored:
+            p, labels = torch.as_tensor(stored["probabilities"]), torch.as_tensor(stored["labels"])
+        values = uncertainty.per_example(p)
+        accuracy = uncertainty.accuracy_at(values[by], values["prediction"] == labels, 1 - reject)
+        kept = max(1, round((1 - reject) * len(labels)))
+        return accuracy, (accuracy * (1 - accuracy) / kept) ** 0.5, kept
+
+
+def load(
+    run: str | Path, model: Literal["best", "final"] = "best", device: str = "auto", network: nn.Module | None = None
+) -> Predictor:
+    """Load a run directory's posterior for prediction.
+
+    ``model``: of the best round on validation data, or the final one. ``device``: cpu, cuda, cuda:1 or auto.
+    ``network``: your own module, when the run was given one that its configuration does not name.
+    """
+    folder = Path(run)
+    if model not in ("best", "final"):
+        raise ConfigError(f"model is '{model}'; valid are best and final.")
+    if not (folder / CARD).exists():
+        what = (
+            "is not there"
+            if not folder.exists()
+            else f"has no {CARD}: it is no run directory, or its run never started"
+        )
+        raise RunError(f"{folder} {what}; name a directory that fedbayes run has written.")
+    card = json.loads((folder / CARD).read_text(encoding="utf-8"))
+    file = folder / f"{model}.safetensors"
+    if not file.exists():
+        raise RunError(f"{folder} has no {file.name} yet: the run has not come to its end; continue it with --resume.")
+    experiment = config.read(folder / "config.toml")
+    posterior = Posterior.load(file)
+    with safe_open(str(folder / TRANSFORM), framework="pt") as f:
+        transform = Transform(f.get_tensor("scale"), f.get_tensor("shift"))
+    return Predictor(
+        experiment, posterior, _network(experiment, posterior, card, network), transform, card, device, folder
+    )
+
+
+def _network(experiment: Experiment, posterior: Posterior, card: dict[str, Any], given: nn.Module | None) -> nn.Module:
+    """Return the network the posterior belongs to: the one given, or the one the configuration names."""
+    from .nn import load_posterior
+    from .runner import build_network
+
+    try:
+        built = (
+            given if given is not None else build_network(experiment, len(card["classes"]), tuple(card["input_shape"]))
+        )
+        return load_posterior(built, posterior)
+    except (PosteriorError, ConfigError) as error:
+        hint = (
+            ""
+            if given is not None
+            else (
+                f" The run was trained with {card.get('network', 'a network of its own')}: give it with fedbayes.load(run, network=...)."
+            )
+        )
+        raise FedBayesError(
+            f"the posterior does not fit the network '{experiment.model.name}': {error}{hint}"
+        ) from None
+
+
+def _arranged(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Bring inputs to (N, *shape): a leading axis for a single one, channels first."""
+
+    def fits(t: Tensor) -> Tensor | None:
+        if t.shape[1:] == shape:
+            return t
+        if len(shape) == 3 and t.ndim == 4 and tuple(t.shape[1:]) == (*shape[1:], shape[0]):
+            return t.permute(0, 3, 1, 2).contiguous()
+        if len(shape) >= 2 and shape[0] == 1 and t.shape[1:] == shape[1:]:
+            return t[:, None]
+        return None
+
+    for candidate in (x, x[None]):
+        found = fits(candidate)
+        if found is not None:
+            return found
+    raise DataError(f"inputs have shape {tuple(x.shape)}; the network takes (N, {', '.join(map(str, shape))}).")
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """Whole numbers 0..255 of another type are images all the same; anything else is refused, not guessed at."""
+    x = x.to(torch.float64)
+    if not bool(((x >= 0) & (x <= 255) & (x == x.round())).all()):
+        raise DataError(
+            f"inputs are {'between 0 and 1' if float(x.max()) <= 1 else 'not whole numbers 0..255'}, but the network was "
+            "trained on 8-bit images (0..255) and scales them itself: give the raw images."
+        )
+    if 0 < float(x.max()) <= 1:
+        raise DataError("no input is above 1, but the network was trained on images of 0..255: give the raw images.")
+    return x.to(torch.uint8)
+
+
+def predict_command(arguments: Sequence[str]) -> int:
+    """Run ``fedbayes predict ARGUMENTS`` (see ``predict_files``)."""
+    from .predict_files import command
+
+    return command(arguments)
