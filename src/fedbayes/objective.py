@@ -37,8 +37,8 @@ from .posterior import Posterior
 class Terms(NamedTuple):
     """Coefficients of one lane's penalty, all tensors; stacked along a leading axis they serve many lanes.
 
-    A term is left out of the computation altogether where its structure says so: no ``anchor``, no proximal term;
-    an ``l2`` without elements, no L2 term. ``make_terms`` and ``stack_terms`` see to it.
+    A term is left out of the computation altogether where its structure says so: no prior variances, no KL; no
+    ``anchor``, no proximal term; an ``l2`` without elements, no L2 term. ``make_terms`` and ``stack_terms`` see to it.
     """
 
     kl: Tensor
@@ -151,7 +151,9 @@ def penalty(parameters: Mapping[str, Tensor], terms: Terms) -> Tensor:
 
     kl · KL(q || prior)  +  l2 · |deterministic weights|²  +  proximal · (|w - w_start|² / 2 + KL(q || q_start) / divisor)
     """
-    total = terms.kl * gaussian_kl(parameters, terms.prior_mean, terms.prior_variance)
+    total = torch.zeros_like(terms.kl)
+    if terms.prior_variance:
+        total = terms.kl * gaussian_kl(parameters, terms.prior_mean, terms.prior_variance)
     if terms.l2.numel():
         total = total + terms.l2 * squared_weights(parameters)
     if terms.anchor:

@@ -14,15 +14,12 @@ from ..cohort import Assignment, Update
 from ..data import Examples, Transform
 from ..errors import ConfigError, RunError
 from ..experiment import Engine, Local
-from ..nn.state import to_posterior
-from ..objective import gaussian_kl, make_terms
-from ..posterior import Gaussian, Posterior
 from .choice import choose_lanes
 from .lanes import LaneLoop
 from .layout import StateLayout
 from .optimizers import Memory, moments_of
 from .plain import PlainLoop
-from .setting import VARIANCE_FLOOR, Capture, Job, Outcome, Setting, needs_penalty, resolve_device
+from .setting import Capture, Job, Outcome, Setting, resolve_device
 
 Shards = Sequence[np.ndarray] | Sequence[Sequence[np.ndarray]]
 
@@ -142,34 +139,17 @@ class LocalCohort:
 
     def _update(self, outcome: Outcome, started: float) -> Update:
         a, batches = outcome.job.assignment, outcome.batches
-        metrics = self._metrics(outcome) | {
-            "steps": float(batches.steps), "seconds": time.perf_counter() - started,
-        }  # fmt: skip
-        return Update(a.client, a.round, self._posterior(outcome), len(outcome.job.shard), metrics, a.run)
-
-    def _posterior(self, outcome: Outcome) -> Posterior:
-        posterior = to_posterior(outcome.state)
-        if not outcome.moment:
-            return posterior
-        names = [n for n in outcome.moment if n in posterior.points]
-        captured = {
-            n: Gaussian(posterior.points[n], outcome.moment[n].clamp(min=VARIANCE_FLOOR)) for n in names
-        }  # fmt: skip
-        points = {n: t for n, t in posterior.points.items() if n not in captured}
-        return Posterior({**posterior.gaussians, **captured}, points, posterior.metadata)
-
-    def _metrics(self, outcome: Outcome) -> dict[str, float]:
-        """Return loss and nll per example over the last epoch, and the KL to the prior after it, in nats."""
-        tail = outcome.batches.tail
-        weights = outcome.batches.real[-tail:].sum(axis=1)
+        tail = batches.tail
+        weights = batches.real[-tail:].sum(axis=1)
         loss, nll = (float(np.average(column, weights=weights)) for column in outcome.losses[-tail:].T)
-        a, s = outcome.job.assignment, self.setting
-        divergence = 0.0
-        if needs_penalty(s, a):
-            trained = {n: outcome.state[n] for n in s.layout.trained.names}
-            terms = make_terms(a, trained, l2=False, proximal=False)
-            divergence = float(gaussian_kl(trained, terms.prior_mean, terms.prior_variance))
-        return {"loss": loss, "nll": nll, "kl": divergence}
+        metrics = {
+            "loss": loss,
+            "nll": nll,
+            "kl": outcome.divergence,
+            "steps": float(batches.steps),
+            "seconds": time.perf_counter() - started,
+        }
+        return Update(a.client, a.round, outcome.posterior, len(outcome.job.shard), metrics, a.run)
 
     def _measure(self, loop: PlainLoop | LaneLoop, jobs: Sequence[Job], lanes: int, seconds: float) -> None:
         steps = [job.steps(self.setting.local) for job in jobs]
@@ -191,10 +171,9 @@ class LocalCohort:
 
 def by_run(shards: Shards) -> list[list[np.ndarray]]:
     """Return shards as one list of index arrays per run."""
-    shards = list(shards)
-    if shards and not isinstance(shards[0], (np.ndarray, Tensor)):
-        return [[np.asarray(shard, dtype=np.int64) for shard in run] for run in shards]
-    return [[np.asarray(shard, dtype=np.int64) for shard in shards]]
+    several = len(shards) > 0 and not isinstance(shards[0], (np.ndarray, Tensor))
+    runs: Sequence[Any] = shards if several else [shards]
+    return [[np.asarray(shard, dtype=np.int64) for shard in run] for run in runs]
 
 
 def _check(local: Local, engine: Engine, samples: int, capture_moment: bool) -> None:

@@ -1,86 +1,50 @@
-"""Lanes: many clients in one step, their states stacked along a leading axis and evaluated by ``vmap``.
+"""Lanes, eagerly: many clients in one step. Works on every device and needs no compiler.
 
-The network stays an ordinary module. One backward pass of the summed losses gives every lane its own gradient, because
-no lane's loss depends on another lane's parameters.
+Lanes close up as clients finish, so no step is wasted; a client that is done has left its row before another moves in.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call, vmap
 
-from ..objective import Terms, cross_entropy, penalty
+from ..posterior import Posterior
 from ..seeds import derive
 from .optimizers import corrected_second_moment, lane_update, second_half
-from .packing import IDLE, Segment, lane_steps, pack
+from .packing import Segment, lane_steps, pack
 from .plan import Batches
 from .rows import Rows
-from .setting import Job, Outcome, Setting
+from .setting import Job, Outcome, Setting, with_moment
+from .stacked import StackedModel
 
 _CHUNK_ELEMENTS = 4_000_000  # network inputs made ahead in one go, in numbers
 
 
 class LaneLoop:
-    """Trains jobs side by side, one eager step for all lanes at a time; lanes close up when the queue is empty."""
+    """Trains jobs side by side, one eager step for all lanes at a time."""
 
     def __init__(self, setting: Setting, lanes: int) -> None:
         self.setting, self.lanes = setting, lanes
-        self.model = copy.deepcopy(setting.model).to(setting.device).train()
+        self.model = StackedModel(setting)
         self.lane_steps = self.real_lane_steps = self.steps = 0
 
     def train(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """Train every job and yield each when it is done."""
-        segments = pack([job.steps(self.setting.local) for job in jobs], self.lanes)
+        lengths = [job.steps(self.setting.local) for job in jobs]
+        segments = pack(lengths, self.lanes)
         self.steps = sum(segment.steps for segment in segments)
-        self.lane_steps = lane_steps(segments)
-        self.real_lane_steps = sum(job.steps(self.setting.local) for job in jobs)
-        rows = Rows(self.setting, jobs, min(self.lanes, len(jobs)))
+        self.lane_steps, self.real_lane_steps = lane_steps(segments), sum(lengths)
+        run = _Run(self, Rows(self.setting, jobs, min(self.lanes, len(jobs))), jobs)
+        seed = noise_seed(jobs)
         devices = [self.setting.device] if self.setting.device.type == "cuda" else []
-        run, seed = _Run(self, rows, jobs), noise_seed(jobs)
         for number, segment in enumerate(segments):
             with torch.random.fork_rng(devices=devices):  # the caller may draw between two updates
                 torch.manual_seed(derive(seed, number))
                 done = run.segment(segment)
             yield from done
-
-    # -- one step --------------------------------------------------------------------------------------------
-
-    def losses(
-        self, parameters: Mapping[str, Tensor], buffers: dict[str, Tensor], x: Tensor, y: Tensor, real: Tensor,
-        terms: Terms | None,
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-        """Return loss, nll and new buffers of one lane."""
-        names, logits = list(buffers), []
-        for _ in range(self.setting.samples):
-            state = {**parameters, **buffers}
-            logits.append(functional_call(self.model, state, (x,)))
-            buffers = {n: state[n] for n in names}  # functional_call leaves reassigned buffers in the dictionary
-        nll = cross_entropy(torch.stack(logits), y, real)
-        loss = nll if terms is None else nll + penalty(parameters, terms)
-        return loss, nll, buffers
-
-    def step(self, rows: Rows, width: int, x: Tensor, y: Tensor, real: Tensor, terms: Terms | None) -> Tensor:
-        """Take one step on the first ``width`` lanes; return (width, 2): loss and nll."""
-        s = self.setting
-        trained = s.layout.trained
-        leaves = {n: t.detach().requires_grad_() for n, t in trained.views(rows.parameters[:width]).items()}
-        with s.autocast():
-            lanes = vmap(self.losses, in_dims=(0, 0, 0, 0, 0, None if terms is None else 0), randomness="different")
-            loss, nll, buffers = lanes(leaves, rows.buffers(width), x, y, real, terms)
-        gradients = torch.autograd.grad(loss.sum(), list(leaves.values()), allow_unused=True)
-        with torch.no_grad():
-            rows.store_buffers(buffers, width)
-            filled = [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, leaves.values(), strict=True)]
-            lane_update(
-                s.local, trained.split, rows.parameters[:width], trained.rows(filled),
-                tuple(m[:width] for m in rows.moments.values()), rows.steps[:width], rows.rates[:width],
-            )  # fmt: skip
-        return torch.stack([loss.detach(), nll.detach()], dim=1)
 
 
 class _Run:
@@ -95,15 +59,22 @@ class _Run:
     def segment(self, segment: Segment) -> list[Outcome]:
         """Run one stretch of steps and return the jobs that end with it."""
         self._seat(segment)
-        width = len(segment.jobs)
-        terms = self.rows.terms(width)
+        rows, local, width = self.rows, self.setting.local, len(segment.jobs)
+        terms, leaves = rows.terms(width), self.loop.model.leaves(rows, width)
+        moments = tuple(m[:width] for m in rows.moments.values())
         recorded = []
         for step, (x, y, real) in enumerate(self._inputs(segment)):
-            recorded.append(self.loop.step(self.rows, width, x, y, real, terms))
-            if self.rows.captured is not None:
-                self._capture(segment, step, width)
-        losses = torch.stack(recorded).double().cpu().numpy()
-        return [outcome for lane in range(width) for outcome in self._leave(segment, lane, losses[:, lane])]
+            found = self.loop.model.gradients(rows, width, leaves, x, y, real, terms)
+            recorded.append(found.losses)
+            with torch.no_grad():
+                rows.store_buffers(found.buffers, width)
+                lane_update(
+                    local, self.setting.layout.trained.split, rows.parameters[:width], found.rows, moments,
+                    rows.steps[:width], rows.rates[:width],
+                )  # fmt: skip
+                if rows.captured is not None:
+                    self._capture(segment, step, width)
+        return self._leave(segment, torch.stack(recorded).double().cpu().numpy())
 
     def _seat(self, segment: Segment) -> None:
         moves = {}
@@ -112,7 +83,7 @@ class _Run:
                 moves[lane] = self.lane_of[job]
         self.rows.move(moves)
         for lane, job in enumerate(segment.jobs):
-            if job != IDLE and job not in self.lane_of:
+            if job not in self.lane_of:
                 self.rows.load(lane, self.jobs[job])
                 self.batches[job] = self.jobs[job].batches(self.setting)
                 self.losses[job] = []
@@ -155,24 +126,29 @@ class _Run:
             mask = torch.tensor(counts, dtype=torch.float32, device=s.device)[:, None]
             rows.captured[:width].addcmul_(second, mask)
 
-    def _leave(self, segment: Segment, lane: int, losses: np.ndarray) -> list[Outcome]:
-        job = segment.jobs[lane]
-        self.losses[job].append(losses)
-        batches = self.batches[job]
-        if segment.begins[lane] + segment.steps < batches.steps:
+    def _leave(self, segment: Segment, losses: np.ndarray) -> list[Outcome]:
+        """Return the jobs that end with this segment; ``losses`` is (steps, lanes, 2)."""
+        done = []
+        for lane, (job, first) in enumerate(zip(segment.jobs, segment.begins, strict=True)):
+            self.losses[job].append(losses[:, lane])
+            if first + segment.steps == self.batches[job].steps:
+                done.append(lane)
+        if not done:
             return []
-        del self.lane_of[job], self.batches[job]
-        count = batches.steps - second_half(batches.steps, batches.tail)
+        divergences = self.rows.divergence(len(segment.jobs)).cpu()
+        posteriors = self.rows.posteriors(done)
         return [
-            Outcome(
-                self.jobs[job],
-                self.rows.state(lane),
-                np.concatenate(self.losses.pop(job)),
-                batches,
-                self.rows.memory(lane) if self.setting.local.keep_state else None,
-                self.rows.moment(lane, count),
-            )
+            self._outcome(segment.jobs[i], i, p, float(divergences[i])) for i, p in zip(done, posteriors, strict=True)
         ]
+
+    def _outcome(self, job: int, lane: int, posterior: Posterior, divergence: float) -> Outcome:
+        batches = self.batches.pop(job)
+        del self.lane_of[job]
+        if self.rows.captured is not None:
+            count = batches.steps - second_half(batches.steps, batches.tail)
+            posterior = with_moment(posterior, self.rows.moment(lane, count))
+        memory = self.rows.memory(lane) if self.setting.local.keep_state else None
+        return Outcome(self.jobs[job], posterior, np.concatenate(self.losses.pop(job)), divergence, batches, memory)
 
 
 def noise_seed(jobs: Sequence[Job]) -> int:

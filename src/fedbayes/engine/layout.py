@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,11 @@ from ..nn.state import RHO
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, shapes and places of tensors in a flat row; elements from ``split`` on are untransformed sigmas."""
+    """Names, shapes and places of tensors in a flat row.
+
+    Points come first, then the means of Gaussians, then their untransformed sigmas in the same order, from element
+    ``split`` on: so the Gaussians of a row are two slices of equal length (``mean_slice``, ``rho_slice``).
+    """
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
@@ -27,17 +32,46 @@ class Layout:
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> Layout:
-        """Lay tensors out in their order, those named ``..._rho`` last (they may have a learning rate of their own)."""
-        names = sorted(tensors, key=lambda name: name.endswith(RHO))  # sorted is stable
-        sizes = [tensors[name].numel() for name in names if not name.endswith(RHO)]
-        return Layout(tuple(names), tuple(tensors[name].shape for name in names), sum(sizes))
+        """Lay tensors out: points in their order, then Gaussian means, then their sigmas."""
+        rhos = [name for name in tensors if name.endswith(RHO)]
+        means = [name.removesuffix(RHO) for name in rhos]
+        points = [name for name in tensors if name not in rhos and name not in means]
+        names = [*points, *means, *rhos]
+        split = sum(tensors[name].numel() for name in (*points, *means))
+        return Layout(tuple(names), tuple(tensors[name].shape for name in names), split)
 
     @property
+    def mean_slice(self) -> slice:
+        """Where the means of Gaussians lie."""
+        return slice(2 * self.split - self.size, self.split)
+
+    @property
+    def rho_slice(self) -> slice:
+        """Where their untransformed sigmas lie."""
+        return slice(self.split, self.size)
+
+    @property
+    def gaussians(self) -> Layout:
+        """The layout of the means alone, as in a posterior's Gaussians."""
+        kept = [(n, s) for n, s in zip(self.names, self.shapes, strict=True) if n + RHO in self.names]
+        sizes = [math.prod(shape) for _, shape in kept]
+        return Layout(tuple(n for n, _ in kept), tuple(s for _, s in kept), sum(sizes))
+
+    @property
+    def points(self) -> Layout:
+        """The layout of everything that is not Gaussian: the first elements of a row."""
+        kept = [
+            (n, s) for n, s in zip(self.names, self.shapes, strict=True)
+            if n + RHO not in self.names and not n.endswith(RHO)
+        ]  # fmt: skip
+        return Layout(tuple(n for n, _ in kept), tuple(s for _, s in kept), sum(math.prod(s) for _, s in kept))
+
+    @cached_property
     def sizes(self) -> list[int]:
         """Elements of each tensor."""
         return [math.prod(shape) for shape in self.shapes]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Elements of a row."""
         return sum(self.sizes)
@@ -54,7 +88,7 @@ class Layout:
         lead = rows.shape[:-1]
         return {n: p.view(*lead, *shape) for n, p, shape in zip(self.names, parts, self.shapes, strict=True)}
 
-    def rows(self, tensors: Sequence[Tensor]) -> Tensor:
+    def stack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return stacked tensors (lanes, *shape), in layout order, as rows (lanes, size)."""
         return torch.cat([t.reshape(t.shape[0], -1) for t in tensors], dim=1)
 

@@ -145,9 +145,9 @@ def _adam(
     beta1, beta2 = local.betas
     first.lerp_(gradients, 1 - beta1)
     second.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
-    correction = (1 - beta2**steps).sqrt()
-    denominator = second.sqrt().div_(correction.to(second.dtype)).add_(local.eps)
-    move = first / denominator
+    correction = (1 - beta2**steps).sqrt().to(second.dtype)
+    move = torch.sqrt(second).div_(correction).add_(local.eps)
+    move = first / move
     _descend(parameters, move, rates / (1 - beta1**steps), split)
 
 

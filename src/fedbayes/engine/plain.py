@@ -9,16 +9,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..nn.state import state_of
-from ..objective import Terms, cross_entropy, make_terms, penalty, sampled_logits
+from ..nn.state import state_of, to_posterior
+from ..objective import Terms, cross_entropy, gaussian_kl, make_terms, penalty, sampled_logits
 from ..seeds import derive
 from .optimizers import Rates, corrected_second_moment, recall, remember, second_half, torch_optimizer
 from .plan import Batches
-from .setting import Job, Outcome, Setting, needs_penalty, starting_state
+from .setting import Job, Outcome, Setting, starting_state, with_moment
 
 
 class PlainLoop:
@@ -46,7 +45,7 @@ class PlainLoop:
         with torch.no_grad():
             for name, tensor in state_of(self.model).items():
                 tensor.copy_(start[name])
-        terms = make_terms(a, {n: start[n] for n in s.layout.trained.names}) if needs_penalty(s, a) else None
+        terms = make_terms(a, {n: start[n] for n in s.layout.trained.names})
         optimizer = torch_optimizer(s.local, self.parameters, Rates.of(s.local, a.learning_rate))
         if job.memory is not None:
             recall(optimizer, self.parameters, s.layout.trained, job.memory)
@@ -57,13 +56,16 @@ class PlainLoop:
             losses.append(self._step(optimizer, x, y, real, terms))
             if moment is not None and step >= first:
                 moment.add(optimizer)
+        posterior = to_posterior(state_of(self.model))
+        with torch.no_grad():
+            divergence = float(gaussian_kl(self.parameters, terms.prior_mean, terms.prior_variance))
         return Outcome(
             job,
-            {n: t.detach() for n, t in state_of(self.model).items()},
-            torch.stack(losses).double().cpu().numpy() if losses else np.zeros((0, 2)),
+            posterior if moment is None else with_moment(posterior, moment.mean()),
+            torch.stack(losses).double().cpu().numpy(),
+            divergence,
             batches,
             remember(optimizer, self.parameters, s.layout.trained, s.local) if s.local.keep_state else None,
-            moment.mean() if moment is not None else {},
         )
 
     def _batches(self, batches: Batches, client: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -75,14 +77,14 @@ class PlainLoop:
             yield s.inputs(indices[step], client, numbers), s.examples.labels[indices[step]], real[step]
 
     def _step(
-        self, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, real: Tensor, terms: Terms | None
+        self, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, real: Tensor, terms: Terms
     ) -> Tensor:
         """Take one step; return (loss, nll)."""
         s = self.setting
         with s.autocast():
             logits = sampled_logits(self.model, x, s.samples)
         nll = cross_entropy(logits, y, real)
-        loss = nll if terms is None else nll + penalty(self.parameters, terms)
+        loss = nll + penalty(self.parameters, terms)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         for p in self.parameters.values():

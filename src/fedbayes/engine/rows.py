@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..errors import PosteriorError
+from ..nn.state import to_posterior
 from ..objective import Terms
-from .layout import Layout
+from ..posterior import Gaussian, Posterior
+from .divergence import add_kl_gradient, divergence
 from .optimizers import Memory, Rates, moments_of
 from .setting import Job, Setting, starting_state
 
@@ -36,13 +39,12 @@ class Rows:
         self.client = torch.zeros(lanes, dtype=torch.int64, device=setting.device)
         self.scalars = self._zeros(len(_SCALARS)) + 1  # idle lanes need a positive prior variance and divisor
         assignments = [job.assignment for job in jobs]
-        self.gaussians = gaussian_layout(trained)
+        self.gaussians = trained.gaussians
         self.full_prior = any(a.prior is not None for a in assignments) and bool(self.gaussians.names)
         self.prior_mean = self._zeros(self.gaussians.size) if self.full_prior else None
         self.prior_variance = self._zeros(self.gaussians.size) + 1 if self.full_prior else None
-        self.anchor = self._zeros(trained.size) if any(a.proximal > 0 for a in assignments) else None
-        self.decayed = any(a.l2 > 0 for a in assignments)
-        self.penalised = bool(self.gaussians.names) or any(a.l2 > 0 or a.proximal > 0 for a in assignments)
+        self.anchor = self._zeros(trained.size) if any(a.proximal != 0 for a in assignments) else None
+        self.decayed = any(a.l2 != 0 for a in assignments)
         self.captured = self._zeros(trained.size) if setting.capture.enabled else None
         self._starts: dict[int, tuple[Tensor, dict[torch.dtype, Tensor]]] = {}
         self._priors: dict[int, tuple[Tensor, Tensor]] = {}
@@ -108,52 +110,82 @@ class Rows:
             size = self.gaussians.size
             return torch.zeros(size, device=device), torch.full((size,), job.assignment.prior_std**2, device=device)
         if id(prior) not in self._priors:
+            self._check_prior(prior)
             means = {n: prior.gaussians[n].mean for n in self.gaussians.names}
             variances = {n: prior.gaussians[n].variance for n in self.gaussians.names}
-            self._priors[id(prior)] = tuple(self.gaussians.row(t, torch.float32, device) for t in (means, variances))
+            mean, variance = (self.gaussians.row(t, torch.float32, device) for t in (means, variances))
+            self._priors[id(prior)] = mean, variance
         return self._priors[id(prior)]
 
-    # -- reading ---------------------------------------------------------------------------------------------
+    def _check_prior(self, prior: Posterior) -> None:
+        for name, shape in zip(self.gaussians.names, self.gaussians.shapes, strict=True):
+            if name not in prior.gaussians or prior.gaussians[name].mean.shape != shape:
+                raise PosteriorError(f"the prior has no Gaussian '{name}' of shape {tuple(shape)}.")
+
+    # -- the loss --------------------------------------------------------------------------------------------
+
+    def prior(self, width: int) -> tuple[Tensor | float, Tensor]:
+        """Return the priors' mean and variance, to broadcast against rows of Gaussian means."""
+        if self.prior_mean is None or self.prior_variance is None:
+            return 0.0, self.scalars[:width, 3:4]
+        return self.prior_mean[:width], self.prior_variance[:width]
+
+    def divergence(self, width: int) -> Tensor:
+        """Return each lane's KL(q‖prior)."""
+        trained, rows = self.setting.layout.trained, self.parameters[:width]
+        return divergence(rows[:, trained.mean_slice], rows[:, trained.rho_slice], *self.prior(width))
+
+    def add_kl_gradient(self, gradients: Tensor, width: int) -> None:
+        """Add the gradient of each lane's KL term to rows of gradients, in place."""
+        trained, rows = self.setting.layout.trained, self.parameters[:width]
+        add_kl_gradient(
+            gradients[:, trained.mean_slice.start :], rows[:, trained.mean_slice], rows[:, trained.rho_slice],
+            *self.prior(width), self.scalars[:width, 0:1],
+        )  # fmt: skip
 
     def terms(self, width: int) -> Terms | None:
-        """Return the penalty's coefficients of the first ``width`` lanes, stacked (None: no penalty in this launch)."""
-        if not self.penalised:
+        """Return the coefficients of the penalties beside the KL, stacked (None where no client has any)."""
+        if self.anchor is None and not self.decayed:
             return None
-        kl, l2, proximal, variance, divisor = self.scalars[:width].unbind(1)
+        kl, l2, proximal, _, divisor = self.scalars[:width].unbind(1)
         if not self.decayed:
             l2 = self.scalars[:width, :0]  # no elements: the term is left out
-        if self.prior_mean is None or self.prior_variance is None:
-            means = dict.fromkeys(self.gaussians.names, torch.zeros_like(kl))
-            variances = dict.fromkeys(self.gaussians.names, variance)
-        else:
-            means = self.gaussians.views(self.prior_mean[:width])
-            variances = self.gaussians.views(self.prior_variance[:width])
         anchor = {} if self.anchor is None else self.setting.layout.trained.views(self.anchor[:width])
         return Terms(
-            kl=kl, prior_mean=means, prior_variance=variances, l2=l2, proximal=proximal, anchor=anchor, divisor=divisor
+            kl=kl, prior_mean={}, prior_variance={}, l2=l2, proximal=proximal, anchor=anchor, divisor=divisor
         )  # fmt: skip
+
+    # -- reading ---------------------------------------------------------------------------------------------
 
     def buffers(self, width: int) -> dict[str, Tensor]:
         """Return buffers and untrained parameters of the first ``width`` lanes as contiguous copies."""
         found: dict[str, Tensor] = {}
         for dtype, layout in self.setting.layout.others.items():
-            found |= {
-                n: t.clone(memory_format=torch.contiguous_format)
-                for n, t in layout.views(self.others[dtype][:width]).items()
-            }
+            views = layout.views(self.others[dtype][:width])
+            found |= {n: t.clone(memory_format=torch.contiguous_format) for n, t in views.items()}
         return found
 
     def store_buffers(self, buffers: Mapping[str, Tensor], width: int, active: Tensor | None = None) -> None:
         """Write buffers back; lanes that are not ``active`` keep theirs."""
         for dtype, layout in self.setting.layout.others.items():
-            new, old = layout.rows([buffers[n] for n in layout.names]), self.others[dtype][:width]
+            new, old = layout.stack([buffers[n] for n in layout.names]), self.others[dtype][:width]
             old.copy_(new if active is None else torch.where(active, new, old))
 
-    def state(self, lane: int) -> dict[str, Tensor]:
-        """Return a copy of the full network state on a lane."""
-        found = self.setting.layout.trained.views(self.parameters[lane].clone())
-        for dtype, layout in self.setting.layout.others.items():
-            found |= layout.views(self.others[dtype][lane].clone())
+    def posteriors(self, lanes: Sequence[int]) -> list[Posterior]:
+        """Return the posteriors on some lanes, converted together; they share no memory with the rows."""
+        trained = self.setting.layout.trained
+        index = torch.tensor(list(lanes), device=self.setting.device)
+        rows = self.parameters[index]
+        flat = to_posterior({"w": rows[:, trained.mean_slice], "w_rho": rows[:, trained.rho_slice]}).gaussians["w"]
+        others = {dtype: (layout, self.others[dtype][index]) for dtype, layout in self.setting.layout.others.items()}
+        count = trained.mean_slice.start
+        found = []
+        for i in range(len(rows)):
+            means, variances = trained.gaussians.views(flat.mean[i]), trained.gaussians.views(flat.variance[i])
+            points = trained.points.views(rows[i, :count])
+            for layout, matrix in others.values():
+                points |= layout.views(matrix[i])
+            found.append(Posterior({n: Gaussian(means[n], variances[n]) for n in means}, points))
         return found
 
     def memory(self, lane: int) -> Memory:
@@ -162,13 +194,5 @@ class Rows:
 
     def moment(self, lane: int, count: int) -> dict[str, Tensor]:
         """Return the captured second moment's mean over ``count`` steps."""
-        if self.captured is None:
-            return {}
+        assert self.captured is not None
         return self.setting.layout.trained.views(self.captured[lane] / count)
-
-
-def gaussian_layout(trained: Layout) -> Layout:
-    """Return the layout of the trained tensors that are means of Gaussians."""
-    pairs = [(n, s) for n, s in zip(trained.names, trained.shapes, strict=True) if n + "_rho" in trained.names]
-    layout = Layout(tuple(n for n, _ in pairs), tuple(s for _, s in pairs), 0)
-    return Layout(layout.names, layout.shapes, layout.size)

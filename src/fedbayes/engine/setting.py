@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from ..data import Examples, Transform
 from ..errors import ConfigError
 from ..experiment import Engine, Local
 from ..nn.state import from_posterior
-from ..posterior import Posterior
+from ..posterior import Gaussian, Posterior
 from .layout import StateLayout
 from .optimizers import Memory
 from .plan import Batches, count_steps, draw_batches
@@ -102,14 +102,23 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What training one job gave: full state, per-step losses (steps, 2: loss and nll), and what was captured."""
+    """What training one job gave: its posterior, per-step losses (steps, 2: loss and nll), the KL to the prior at the end."""
 
     job: Job
-    state: Mapping[str, Tensor]
+    posterior: Posterior
     losses: np.ndarray
+    divergence: float
     batches: Batches
     memory: Memory | None = None
-    moment: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def with_moment(posterior: Posterior, moment: Mapping[str, Tensor]) -> Posterior:
+    """Give deterministic parameters the captured second moment, floored, as their variance."""
+    captured = {
+        n: Gaussian(posterior.points[n], v.clamp(min=VARIANCE_FLOOR)) for n, v in moment.items() if n in posterior.points
+    }  # fmt: skip
+    points = {n: t for n, t in posterior.points.items() if n not in captured}
+    return Posterior({**posterior.gaussians, **captured}, points, posterior.metadata)
 
 
 def starting_state(posterior: Posterior, layout: StateLayout, device: torch.device) -> dict[str, Tensor]:
@@ -122,9 +131,3 @@ def starting_state(posterior: Posterior, layout: StateLayout, device: torch.devi
     gaussians = {n: g for n, g in posterior.gaussians.items() if n not in points}
     state = from_posterior(Posterior(gaussians, {**posterior.points, **points}))
     return {n: t.to(device=device, dtype=known.get(n)) for n, t in state.items()}
-
-
-def needs_penalty(setting: Setting, assignment: Assignment) -> bool:
-    """Whether the loss has any term beside the cross-entropy."""
-    gaussian = setting.layout.trained.split < setting.layout.trained.size
-    return gaussian or assignment.l2 > 0 or assignment.proximal > 0
