@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""What an estimator costs: forward and backward of a convolution, as ratios to the deterministic one in the same run.
+
+    PYTHONPATH=src python benchmarks/layers.py [--out layers.json] [--device cuda] [--seconds 0.4]
+
+Every row is a stack of 3×3 convolutions with ReLU between (ResNet-20's three widths), trained for one step under one
+or ten lanes (vmap), eager or compiled; on a GPU in bf16 autocast, channels-last, captured in a CUDA graph, so that
+kernels are timed and not their launching. The KL is not part of it (a row of its own). Needs torch alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import fedbayes.nn as fnn
+from fedbayes.objective import gaussian_kl
+
+KINDS = ("deterministic", "dropout", "flipout", "flipout, one call", "local", "sample")
+SIDES = {16: 32, 32: 16, 64: 8}
+"""Channels and picture side of ResNet-20's stages."""
+
+
+def stack(channels: int, depth: int, kind: str) -> nn.Module:
+    """``depth`` convolutions of one width with ReLU between, of one kind."""
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.ReLU()]
+    module = fnn.bayesianize(nn.Sequential(*layers), kind.split(",")[0])
+    for layer in module.modules():
+        if isinstance(layer, fnn.FlipoutConv2d):
+            layer.one_call = kind.endswith("one call")
+    return module
+
+
+@dataclass(frozen=True)
+class Job:
+    """All lanes of a stack of layers on one batch: the loss as a function (which may be compiled), and what it trains."""
+
+    loss: Callable[[], Tensor]
+    parameters: list[Tensor]
+
+    def step(self, loss: Callable[[], Tensor]) -> Callable[[], object]:
+        """One forward and backward."""
+        return lambda: torch.autograd.grad(loss(), self.parameters)
+
+
+def make_job(module: nn.Module, lanes: int, channels: int, batch: int, device: str) -> Job:
+    """Stack the parameters and make a batch, laid out as the lanes of the engine are."""
+    side = SIDES[channels]
+    flat = torch.randn((batch, lanes * channels, side, side), device=device).to(memory_format=torch.channels_last)
+    x = flat.view(batch, lanes, channels, side, side).transpose(0, 1)
+    parameters = {
+        n: torch.stack([p.detach().to(device)] * lanes).requires_grad_() for n, p in module.named_parameters()
+    }
+
+    def loss() -> Tensor:
+        def one(p: dict[str, Tensor], x: Tensor) -> Tensor:
+            return functional_call(module, p, (x,)).float().square().mean()
+
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            return torch.vmap(one, randomness="different")(parameters, x).sum()
+
+    return Job(loss, list(parameters.values()))
+
+
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """The same work as one CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def milliseconds(run: Callable[[], object], device: str, seconds: float) -> float:
+    """Median time of one call over ``seconds`` of calls, after warm-up."""
+    times: list[float] = []
+    for _ in range(2):
+        run()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 5:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        repeats = 10 if device == "cuda" else 1
+        for _ in range(repeats):
+            run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / repeats * 1e3)
+    return statistics.median(times)
+
+
+def measure(
+    device: str, seconds: float, compiled: bool, lanes: int, widths: list[int], batch: int, depth: int
+) -> list[dict[str, Any]]:
+    """Rows for all widths and kinds of one setting."""
+    rows: list[dict[str, Any]] = []
+    for channels in widths:
+        base = 0.0
+        for kind in KINDS:
+            torch._dynamo.reset()
+            job = make_job(stack(channels, depth, kind), lanes, channels, batch, device)
+            run = job.step(torch.compile(job.loss) if compiled else job.loss)
+            began = time.perf_counter()
+            run()
+            first = time.perf_counter() - began
+            ms = milliseconds(captured(run) if device == "cuda" else run, device, seconds)
+            base = ms if kind == "deterministic" else base
+            row = {"kind": kind, "channels": channels, "lanes": lanes, "compiled": compiled}
+            rows.append(row | {"ms": ms, "ratio": ms / base, "first_call_s": first})
+            print(f"  lanes={lanes} compiled={compiled} {channels:3d} channels {kind:18s} {ms:8.3f} ms", flush=True)
+    return rows
+
+
+def measure_kl(device: str, seconds: float) -> dict[str, Any]:
+    """Forward and backward of the KL of a whole Flipout ResNet-20, eager."""
+    module = fnn.build("resnet20", "flipout").to(device)
+    parameters = dict(module.named_parameters())
+    zero, one = torch.zeros((), device=device), torch.ones((), device=device)
+    names = fnn.gaussian_names(parameters)
+    wanted = [t for n, t in parameters.items() if n in names or n.endswith(fnn.RHO)]
+
+    def run() -> object:
+        kl = gaussian_kl(parameters, dict.fromkeys(names, zero), dict.fromkeys(names, one))
+        return torch.autograd.grad(kl, wanted)
+
+    return {"kind": "KL of ResNet-20", "ms": milliseconds(run, device, seconds)}
+
+
+def table(rows: list[dict[str, Any]], widths: list[int]) -> str:
+    """Ratios to the deterministic convolution: a line a kind and setting, a column a width."""
+    lines = [f"{'kind':20s}{'lanes':>6s}{'compiled':>10s}" + "".join(f"{f'{c} channels':>16s}" for c in widths)]
+    settings = sorted({(r["lanes"], r["compiled"]) for r in rows}, key=str)
+    for lanes, compiled in settings:
+        for kind in KINDS:
+            cells = [r for r in rows if (r["kind"], r["lanes"], r["compiled"]) == (kind, lanes, compiled)]
+            values = "".join(f"{r['ratio']:>8.2f}× {r['ms']:>6.3f}" for r in cells)
+            lines.append(f"{kind:20s}{lanes!s:>6s}{'yes' if compiled else 'no':>10s}{values}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    arguments.add_argument("--seconds", type=float, default=0.3, help="time per row")
+    arguments.add_argument("--out", type=Path, help="write the rows as JSON")
+    arguments.add_argument("--no-compile", action="store_true", help="eager rows only")
+    arguments.add_argument("--lanes", type=int, nargs="+", help="lane counts (default 10, on a CPU 1)")
+    arguments.add_argument(
+        "--widths", type=int, nargs="+", choices=list(SIDES), help="channels (default 16 64, on a CPU all)"
+    )
+    a = arguments.parse_args()
+    gpu = a.device == "cuda"
+    if gpu:
+        torch.backends.cudnn.benchmark = True
+    batch, depth = (32, 3) if gpu else (16, 2)
+    widths = a.widths or ([16, 64] if gpu else list(SIDES))
+    rows: list[dict[str, Any]] = []
+    for lanes in a.lanes or ([10] if gpu else [1]):
+        for compiled in (False,) if a.no_compile else (False, True):
+            rows += measure(a.device, a.seconds, compiled, lanes, widths, batch, depth)
+    kl = measure_kl(a.device, a.seconds)
+    name = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
+    print(f"\n{name}, torch {torch.__version__}, batch {batch}, {depth} convolutions, forward + backward")
+    print(table(rows, widths))
+    print(f"KL of a Flipout ResNet-20, forward + backward, eager: {kl['ms']:.3f} ms")
+    if a.out:
+        a.out.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": rows, "kl": kl}, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
