@@ -100,14 +100,12 @@ def learning_curve(run: Run, metric: str) -> Picture | None:
             axes.set_ylim(bottom=0 if min(y.min() for _, _, y in lines) >= 0 else None)
         _samples_axis(axes, run)
         label_ends(axes, [(x[-1], y[-1] * scale, n, style.colour(i)) for i, (n, x, y) in enumerate(lines)])
-    best = (run.end or {}).get("best_round")
     seen = dict(zip(*run.samples_seen()))
     rows = [(n, int(r), seen.get(r, ""), v) for n, x, y in lines for r, v in zip(x, y)]
-    last = f"Round {best} was best on validation data. " if best and run.evaluations("validation") else ""
     return Picture(
         f"learning-{metric}",
         title,
-        f"{title} by round. {last}",
+        "",
         figure,
         ("series", "round", "examples_seen", metric),
         rows,
@@ -236,6 +234,30 @@ def retained(run: Run) -> Picture | None:
     )
 
 
+def finding_errors(run: Run) -> Picture | None:
+    """ROC curves: share of the errors caught against share of right answers questioned, by each uncertainty."""
+    test = run.predictions("test")
+    if test is None or test.per_example["correct"].all() or not test.per_example["correct"].any():
+        return None
+    values, rows, names = test.per_example, [], []
+    with drawing():
+        figure, axes = panel()
+        axes.plot([0, 100], [0, 100], color=style.MUTED, linewidth=1, linestyle=(0, (3, 3)))
+        for name in ("entropy", "aleatoric", "epistemic"):
+            curve = uncertainty.roc_curve(values[name], ~values["correct"])
+            hue = style.UNCERTAINTY_COLOURS[name]
+            x, y = thin(curve.x.numpy(), curve.y.numpy())
+            axes.plot(x * 100, y * 100, color=hue, linestyle={"aleatoric": style.DASHES[1]}.get(name, "-"))
+            names.append((f"{WORDS[name]} {uncertainty.auroc(values[name], ~values['correct']):.2f}", hue))
+            rows += [(name, a, b) for a, b in zip(x, y)]
+        axes.set(title="Finding its own errors", xlabel="right answers questioned, %", ylabel="errors caught, %",
+                 xlim=(0, 100), ylim=(0, 101))  # fmt: skip
+        top_labels(axes, names)
+    caption = "With the area under each curve: 1 finds every error first, 0.5 (dashed) is chance."
+    header = ("uncertainty", "right_questioned", "errors_caught")
+    return Picture("finding-errors", "Finding errors by uncertainty", caption, figure, header, rows)
+
+
 def histogram(run: Run, name: str) -> Picture | None:
     """Distribution of an uncertainty for right and wrong answers and for out-of-distribution inputs."""
     test = run.predictions("test")
@@ -246,6 +268,8 @@ def histogram(run: Run, name: str) -> Picture | None:
     groups += [(f"unknown: {n}", p.per_example[name], style.SERIES[3]) for n, p in list(run.outliers.items())[:1]]
     groups = [g for g in groups if len(g[1])]
     top = 1.0 if name == "entropy" else max(float(np.quantile(g[1], 0.995)) for g in groups)
+    from matplotlib.ticker import MaxNLocator
+
     title = WORDS[name].capitalize()
     rows: list[tuple[Any, ...]] = []
     with drawing():
@@ -269,6 +293,7 @@ def histogram(run: Run, name: str) -> Picture | None:
                 xlim=(0, top),
             )
             axes.set_ylim(bottom=0)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
             top_labels(axes, [(f"{label} ({len(group):,})", hue) for label, group, hue in groups])
     return Picture(
         f"histogram-{name}", f"{title} of right and wrong answers", "", figure, ("group", "low", "high", "share"), rows
@@ -387,9 +412,7 @@ def partition_picture(counts: np.ndarray, classes: Sequence[str], names: Sequenc
     caption = (
         f"Training examples of each class at each client; {len(names)} clients of {spread} examples (in brackets)."
     )
-    return Picture(
-        "partition", "Who held what", caption, figure, ("client", "class", "examples"), rows, wide=len(names) > 24
-    )
+    return Picture("partition", "Who held what", caption, figure, ("client", "class", "examples"), rows, wide=True)
 
 
 def sigma(run: Run) -> Picture | None:

@@ -136,7 +136,12 @@ def _title(run: Run) -> str:
 
 
 def _learning(run: Run, page: Page) -> Part:
-    return Part("learning", "Learning", figures=page.draw(*(figures.learning_curve(run, m) for m in figures.METRICS)))
+    drawn = page.draw(*(figures.learning_curve(run, m) for m in ("accuracy", "nll", "ece")))
+    best = (run.end or {}).get("best_round")
+    words = []
+    if best and run.evaluations("validation"):
+        words = [f"Round {best} was best on the validation data; it is the one that is judged here."]
+    return Part("learning", "Learning", words, drawn)
 
 
 def _trust(run: Run, page: Page) -> Part:
@@ -152,7 +157,9 @@ def _trust(run: Run, page: Page) -> Part:
 
 
 def _knowing(run: Run, page: Page) -> Part:
-    drawn = page.draw(figures.retained(run), *(figures.histogram(run, n) for n in SAMPLES_SHOWN))
+    drawn = page.draw(
+        figures.retained(run), figures.finding_errors(run), *(figures.histogram(run, n) for n in SAMPLES_SHOWN)
+    )
     rows = prose.outlier_rows(run)
     grid = None
     if rows:
@@ -221,7 +228,12 @@ def _holding(run: Run, page: Page) -> Part:
 
 
 def _posterior(run: Run, page: Page) -> Part:
-    return Part("posterior", "The posterior", [prose.spread_of(run)], page.draw(figures.sigma(run)))
+    return Part(
+        "posterior",
+        "The posterior",
+        [prose.spread_of(run)],
+        page.draw(figures.sigma(run), figures.learning_curve(run, "epistemic")),
+    )
 
 
 def _cost(run: Run) -> Part:

@@ -43,6 +43,13 @@ COLLAPSED = 1e-3
 """A median sigma below this share of its first value, or below 1e-6, is called collapsed."""
 
 
+def network_name(name: str) -> str:
+    """The network's name as one writes it: ``resnet20`` is ResNet-20."""
+    written = {"mlp": "MLP", "cnn": "CNN", "lenet": "LeNet", "fedbe-convnet": "ConvNet", "spectrogram-cnn": "spectrogram CNN",
+               "waveform-cnn": "waveform CNN", "reyes-mnist": "CNN", "reyes-cifar": "CNN"}  # fmt: skip
+    return f"ResNet-{name[6:]}" if name.startswith("resnet") else written.get(name, name)
+
+
 def number(n: float) -> str:
     """Small counts as words, larger ones with separators."""
     return SMALL[int(n)] if n == int(n) and 0 <= n <= 12 else f"{n:,.0f}"
@@ -94,7 +101,7 @@ def opening(run: Run) -> str:
     start, last = run.start, (run.rounds or [{}])[-1]
     clients = int(start.get("clients") or len((run.partition or {}).get("clients", ())))
     kind = str(run.setting("model.kind", ""))
-    network = KINDS.get(kind, "a {}").format(run.setting("model.name", "network"))
+    network = KINDS.get(kind, "a {}").format(network_name(str(run.setting("model.name", "network"))))
     fusion = last.get("fusion") or {}
     rule = str(fusion.get("rule") or run.setting("fusion.rule", ""))
     effort = int(run.setting("local.steps", 0) or 0)

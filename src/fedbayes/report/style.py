@@ -96,7 +96,7 @@ def themed(svg: str, label: str) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
         f'viewBox="{view.group(1) if view else ""}" role="img" aria-label="{_attribute(label)}" '
-        f'style="max-width:{width * 4 / 3:.0f}px"'
+        f'style="max-width:{width * 1.7:.0f}px"'
     )
     return head + svg[head_end:]
 

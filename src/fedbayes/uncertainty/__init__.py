@@ -8,7 +8,7 @@ treats ties as ties, and gives a deterministic network (M = 1) the same tables w
 from ._checks import UncertaintyError
 from .calibration import ReliabilityTable, ece, ece_classwise, reliability_table, tabulate
 from .predictive import UNCERTAINTIES, covariances, entropy, per_example, predictive_mean, predictive_variance
-from .ranking import Curve, accuracy_at, auroc, detection, retained_area, retained_curve, risk_coverage
+from .ranking import Curve, accuracy_at, auroc, detection, retained_area, retained_curve, risk_coverage, roc_curve
 from .spread import overall_reliability, reliability_index, sigma_by_layer, signal_to_noise
 from .summary import summarize, summarize_outliers
 
@@ -33,6 +33,7 @@ __all__ = [
     "retained_area",
     "retained_curve",
     "risk_coverage",
+    "roc_curve",
     "sigma_by_layer",
     "signal_to_noise",
     "summarize",

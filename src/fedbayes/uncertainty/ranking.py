@@ -54,6 +54,22 @@ def _auroc(s: Tensor, pos: Tensor) -> Tensor:
     return (total - n_pos * (n_pos + 1) / 2) / (n_pos * n_neg)  # 0/0 is NaN, as promised
 
 
+def roc_curve(scores: Any, positive: Any) -> Curve:
+    """ROC curve: share of negatives (``x``) and of positives (``y``) at or above each threshold, from (0, 0) to (1, 1).
+
+    Equal scores are one threshold, so the curve goes straight through ties; the area below it is ``auroc``.
+    """
+    s = _scores(scores)
+    pos = torch.as_tensor(positive, device=s.device).bool()
+    if pos.shape != s.shape:
+        raise UncertaintyError(f"{tuple(pos.shape)} truth values for {tuple(s.shape)} scores; they must match.")
+    _, group, count = torch.unique(-s, return_inverse=True, return_counts=True)
+    hits = torch.zeros(len(count), dtype=s.dtype, device=s.device).index_add_(0, group, pos.to(s.dtype))
+    hits, misses = hits.cumsum(0), (count - hits).cumsum(0)
+    start = hits.new_zeros(1)
+    return Curve(torch.cat([start, misses / misses[-1]]), torch.cat([start, hits / hits[-1]]))
+
+
 def detection(scores_in: Any, scores_out: Any) -> dict[str, float]:
     """How well a score (high: unsure) tells out-of-distribution inputs from those of the known distribution.
 
