@@ -65,34 +65,35 @@ class CropFlip:
         return torch.where(inside.unsqueeze(-3), flat.gather(-1, index).view(inputs.shape), 0.0)
 
 
-AUGMENTATIONS: dict[str, Callable[[tuple[int, ...]], Augmentation]] = {}
-"""Makers of augmentations by name; each is given the shape of one input."""
+AUGMENTATIONS: dict[str, Callable[[Examples], Augmentation]] = {}
+"""Makers of augmentations by name; each is given the training examples (their shape, what their columns say)."""
 
 
 def register_augmentation(name: str) -> Callable:
-    """Register the decorated maker (shape of one input -> ``Augmentation``) under ``name``."""
+    """Register the decorated maker (training examples -> ``Augmentation``) under ``name``."""
 
-    def add(make: Callable[[tuple[int, ...]], Augmentation]) -> Callable[[tuple[int, ...]], Augmentation]:
+    def add(make: Callable[[Examples], Augmentation]) -> Callable[[Examples], Augmentation]:
         AUGMENTATIONS[name] = make
         return make
 
     return add
 
 
-def _images_only(shape: tuple[int, ...]) -> None:
+def _images_only(train: Examples) -> None:
+    shape = tuple(train.inputs.shape[1:])
     if len(shape) != 3:
         raise DataError(f"data.augment: crops and flips are for images, but one input has shape {shape}; use 'none'.")
 
 
 @register_augmentation("crop-flip")
-def _crop_flip(shape: tuple[int, ...]) -> Augmentation:
-    _images_only(shape)
+def _crop_flip(train: Examples) -> Augmentation:
+    _images_only(train)
     return CropFlip(flip=True)
 
 
 @register_augmentation("crop")
-def _crop(shape: tuple[int, ...]) -> Augmentation:
-    _images_only(shape)
+def _crop(train: Examples) -> Augmentation:
+    _images_only(train)
     return CropFlip(flip=False)
 
 
@@ -165,19 +166,17 @@ def make_transform(
     means = _means(data.mean, train, shards, test)
     # (raw * scale + offset) minus its mean is raw * scale + shift with shift = offset - (mean * scale + offset)
     shift = offset.expand(train.inputs.shape[1:])[None] if means is None else -means * scale
-    return Transform(
-        scale.float(), shift.float().contiguous(), _augmentation(data.augment, tuple(train.inputs.shape[1:]))
-    )
+    return Transform(scale.float(), shift.float().contiguous(), _augmentation(data.augment, train))
 
 
-def _augmentation(name: str, shape: tuple[int, ...]) -> Augmentation | None:
+def _augmentation(name: str, train: Examples) -> Augmentation | None:
     if name == "none":
         return None
     if name == "sonar" and name not in AUGMENTATIONS:
         from . import sonar  # noqa: F401 - registers it
     if name not in AUGMENTATIONS:
         raise ConfigError(f"data.augment '{name}' does not exist; valid are: none, {', '.join(AUGMENTATIONS)}.")
-    return AUGMENTATIONS[name](shape)
+    return AUGMENTATIONS[name](train)
 
 
 def _scaling(how: str, inputs: Tensor) -> tuple[Tensor, Tensor]:
