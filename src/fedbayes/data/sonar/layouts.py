@@ -131,7 +131,7 @@ def read_folder(folder: Path) -> list[Recording]:
     """Read ``class/recording.wav`` or ``class/recording/*.wav``: the first folder is the class, the next the recording."""
     recordings = []
     for path in audio_files(folder):
-        parts = path.relative_to(folder).parts
+        parts: list[str] = list(path.relative_to(folder).parts)
         if len(parts) == 1:
             raise DataError(
                 f"{path} lies outside of any class folder; expected {folder.name}/CLASS/{path.name}, or a CSV that names the class."

@@ -1,8 +1,9 @@
 """Pictures: what a network is shown of a segment of sound, and with what settings.
 
-A picture is stored as 8-bit grey values over a fixed range of decibels. One step is 0.16 to 0.4 dB, far below the
+A picture is stored as 8-bit grey values over a fixed range of 100 decibels. One step is 0.4 dB, far below the
 scatter of a spectral estimate (5.6 dB for a single look), so nothing is lost; it takes a quarter of the memory of
-float32 and half that of float16, and a picture is then an ordinary image to everything else in the house.
+float32 and half that of float16, and a picture is then an ordinary image to everything else in the house: scaled to
+[0, 1], one unit is 100 dB.
 Waveforms, for the one-dimensional network, are stored as float16 at unit power.
 """
 
@@ -15,20 +16,21 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from .spectra import decimate, demon, lofar, mel_filters, power_of_two, spectrogram
+from .spectra import decimate, demon, lofar, mel_filters, power_of_two, spectrogram, split_window
 
 if TYPE_CHECKING:
     from ...experiment import Sonar
 
+FLOOR, CEILING = -40.0, 60.0  # decibels of grey values 0 and 255
 VERSION = 1  # of the pictures: part of the key of the cache, to be raised when their numbers change
 
 
 @dataclass(frozen=True)
 class Picture:
-    """How a segment becomes a picture. The defaults of each kind are in ``KINDS``, with the reasons.
+    """How a segment becomes a picture. The defaults of each kind are in ``make_picture``, with the reasons.
 
-    ``low`` and ``high`` bound the band that can reach the picture at all; ``floor`` and ``ceiling`` are the decibels
-    that become grey values 0 and 255.
+    ``low`` and ``high`` bound the band that can reach the picture at all.
+    ``window`` (s) is logmel's; ``resolution``, ``half_hz`` and ``gap_hz`` (Hz) are lofar's; ``highest`` (Hz) is demon's.
     """
 
     kind: str
@@ -38,8 +40,6 @@ class Picture:
     high: float
     bands: int
     frames: int
-    floor: float
-    ceiling: float
     window: float = 0.064
     resolution: float = 2.0
     half_hz: float = 40.0
@@ -64,12 +64,12 @@ class Picture:
         """Return pictures as grey values (uint8), waveforms as float16."""
         if self.kind == "waveform":
             return pictures.to(torch.float16)
-        scaled = (pictures - self.floor) * (255.0 / (self.ceiling - self.floor))
+        scaled = (pictures - FLOOR) * (255.0 / (CEILING - FLOOR))
         return scaled.round().clamp(0, 255).to(torch.uint8)
 
     def decibels(self, grey: Tensor) -> Tensor:
         """Return the decibels that grey values stand for: the inverse of ``quantise`` up to one step."""
-        return grey.to(torch.float32) * ((self.ceiling - self.floor) / 255.0) + self.floor
+        return grey.to(torch.float32) * ((CEILING - FLOOR) / 255.0) + FLOOR
 
     def key(self) -> str:
         """Return a text that changes whenever the pictures would."""
@@ -118,8 +118,6 @@ def _lofar(p: Picture, waveforms: Tensor) -> Tensor:
 
 
 def _demon(p: Picture, waveforms: Tensor) -> Tensor:
-    from .spectra import split_window
-
     magnitude, frequencies = demon(waveforms, p.rate, low=p.low, high=p.high, carriers=p.bands, highest=p.highest)
     spacing = float(frequencies[1] - frequencies[0])
     half = max(4, round(4.0 / spacing))
@@ -158,14 +156,14 @@ def make_picture(sonar: Sonar) -> Picture:
     """
     nyquist = _nyquist(sonar.sample_rate)
     own = {
-        "logmel": (20.0, nyquist, 64, 64, -40.0, 60.0),
-        "lofar": (10.0, min(1000.0, nyquist), 128, 32, -12.0, 30.0),
-        "demon": (min(1000.0, nyquist / 4), 0.9 * nyquist, 16, 96, -12.0, 30.0),
-        "waveform": (20.0, nyquist, 0, 0, 0.0, 1.0),
+        "logmel": (20.0, nyquist, 64, 64),
+        "lofar": (10.0, min(1000.0, nyquist), 128, 32),
+        "demon": (min(1000.0, nyquist / 4), 0.9 * nyquist, 16, 96),
+        "waveform": (20.0, nyquist, 0, 0),
     }
     if sonar.picture not in own:
         raise ConfigError(f"'sonar.picture' is '{sonar.picture}'; it must be one of {', '.join(own)}.")
-    low, high, bands, frames, floor, ceiling = own[sonar.picture]
+    low, high, bands, frames = own[sonar.picture]
     low, high = sonar.low or low, sonar.high or high
     if sonar.sample_rate < 100:
         raise ConfigError(f"'sonar.sample_rate' is {sonar.sample_rate} Hz; it must be at least 100 Hz.")
@@ -180,7 +178,7 @@ def make_picture(sonar: Sonar) -> Picture:
         raise ConfigError(f"'sonar.overlap' is {sonar.overlap:g}; it must be at least 0 and below 1.")
     picture = Picture(
         sonar.picture, sonar.sample_rate, sonar.seconds, low, high,
-        sonar.bands or bands, sonar.frames or frames, floor, ceiling, resolution=sonar.resolution,
+        sonar.bands or bands, sonar.frames or frames, resolution=sonar.resolution,
     )  # fmt: skip
     try:
         _ = picture.shape

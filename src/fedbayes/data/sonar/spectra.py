@@ -7,6 +7,7 @@ into what a network sees.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -127,7 +128,7 @@ def envelopes(waveforms: Tensor, rate: int, edges: Tensor | np.ndarray, window: 
     power = spectrogram(waveforms, window, hop)
     frequencies = np.arange(window // 2 + 1) * rate / window
     limits = np.asarray(edges, dtype=np.float64)
-    rows = [(frequencies >= a) & (frequencies < b) for a, b in zip(limits[:-1], limits[1:])]
+    rows = [(frequencies >= a) & (frequencies < b) for a, b in itertools.pairwise(limits)]
     weights = np.stack(rows).astype(np.float32)
     return torch.matmul(torch.from_numpy(weights).to(waveforms), power)
 

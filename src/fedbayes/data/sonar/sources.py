@@ -1,0 +1,274 @@
+"""The sonar sources: a folder or CSV of recordings, DeepShip, ShipsEar, Watkins, and the synthetic sea."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError, DataError
+from ...experiment import Sonar
+from ..examples import Dataset, Examples
+from ..sources import Request, data_directory, register_source
+from . import sea
+from .extract import Features, cache_file, cached, extract, picture_blocks
+from .layouts import catalogue
+from .pictures import Picture, make_picture
+from .recordings import Recording, Skipped
+from .splits import check_disjoint, choose_test, groups_of
+from .vessels import KNOWN, UNSEEN
+
+UNSEEN_NAME = "unseen"
+"""Name of the sounds of classes kept out of training, among the out-of-distribution sets."""
+
+
+def cache_folder(sonar: Sonar) -> Path | None:
+    """Return where pictures are kept: ``FEDBAYES_CACHE``, else ``sonar-pictures`` in the data directory; None for no cache."""
+    if not sonar.cache:
+        return None
+    given = os.environ.get("FEDBAYES_CACHE")
+    return (Path(given).expanduser() if given else data_directory()) / "sonar-pictures"
+
+
+def picturing_device() -> torch.device:
+    """Return where pictures are computed: the GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def read_recordings(source: str | Path, sonar: Sonar, seed: int, name: str = "") -> Dataset:
+    """Load recordings of a folder or CSV as a data set of pictures.
+
+    Segments become examples with the columns ``recording``, ``vessel``, ``site``, ``start`` (seconds), ``file`` and ``picture``.
+    Training and test share no recording and no known vessel. Files that cannot be used are named in a warning and in
+    the data set's notes.
+    """
+    listed = catalogue(source, sonar.layout)
+    picture = make_picture(sonar)
+    known, classes = _sort_classes(listed, sonar)
+    outside = [r for r in listed if r.label in sonar.unseen]
+    features = extract(
+        known + outside,
+        picture,
+        overlap=sonar.overlap,
+        channel=sonar.channel,
+        cache=cache_folder(sonar),
+        device=picturing_device(),
+    )
+    inside = features.owner < len(known)
+    examples = _examples(features, known + outside, classes, sonar.picture)
+    test = _test_mask(known, features, classes, sonar, seed)
+    mask = np.zeros(len(features.owner), dtype=bool)
+    mask[inside] = test[features.owner[inside]]
+    return _dataset(
+        name or Path(source).name,
+        train=examples.take(np.flatnonzero(inside & ~mask)),
+        test=examples.take(np.flatnonzero(inside & mask)),
+        outside=examples.take(np.flatnonzero(~inside)),
+        classes=classes,
+        notes=_notes(str(source), sonar, features.skipped),
+    )
+
+
+def _sort_classes(listed: Sequence[Recording], sonar: Sonar) -> tuple[list[Recording], tuple[str, ...]]:
+    known = [r for r in listed if r.label not in sonar.unseen]
+    found = {r.label for r in known}
+    missing = set(sonar.unseen) - {r.label for r in listed}
+    if missing and not sonar.classes:
+        raise DataError(f"'sonar.unseen' names '{sorted(missing)[0]}', which no recording has; the classes are: {', '.join(sorted(found))}.")  # fmt: skip
+    classes = sonar.classes or tuple(sorted(found))
+    extra = found - set(classes)
+    if extra:
+        raise DataError(f"there are recordings of class '{sorted(extra)[0]}', which 'sonar.classes' does not list; list it there or in 'sonar.unseen'.")  # fmt: skip
+    if len(classes) < 2:
+        raise DataError(f"the recordings are all of one class ({', '.join(classes)}); at least two are needed, or name all in 'sonar.classes'.")  # fmt: skip
+    return known, tuple(classes)
+
+
+def _test_mask(
+    known: Sequence[Recording], features: Features, classes: tuple[str, ...], sonar: Sonar, seed: int
+) -> np.ndarray:
+    """Return which recordings are the test's: as the CSV says, else by seed."""
+    if any(r.split for r in known):
+        return np.array([r.split == "test" for r in known])
+    counts = np.bincount(features.owner, minlength=len(known))[: len(known)]
+    used = np.flatnonzero(counts)
+    chosen = [known[int(i)] for i in used]
+    labels = np.array([classes.index(r.label) for r in chosen])
+    mask = np.zeros(len(known), dtype=bool)
+    mask[used] = choose_test(
+        groups_of(chosen), labels, counts[used].astype(float),
+        share=sonar.test, folds=sonar.folds, fold=sonar.fold, seed=seed,
+    )  # fmt: skip
+    return mask
+
+
+def _examples(features: Features, recordings: Sequence[Recording], classes: tuple[str, ...], kind: str) -> Examples:
+    def column(values: list[str]) -> np.ndarray:
+        return np.array(values, dtype=str)[features.owner]
+
+    labels = np.array([classes.index(r.label) if r.label in classes else -1 for r in recordings])
+    return Examples(
+        features.inputs,
+        torch.from_numpy(labels[features.owner]),
+        {
+            "recording": column([r.recording for r in recordings]),
+            "vessel": column([r.vessel for r in recordings]),
+            "site": column([r.site for r in recordings]),
+            "class": column([r.label for r in recordings]),
+            "start": features.start.astype(np.float64),
+            "file": column([str(r.path) for r in recordings]),
+            "picture": np.full(len(features.owner), kind),
+        },
+    )
+
+
+def _dataset(
+    name: str, *, train: Examples, test: Examples, outside: Examples, classes: tuple[str, ...], notes: str
+) -> Dataset:
+    check_disjoint({"training": train, "test": test})
+    if len(train) == 0:
+        raise DataError(f"{name}: no recording is left for training; lower 'sonar.test'.")
+    # An out-of-distribution set has no labels in the network's classes; its class is in the column ``class``.
+    ood = {UNSEEN_NAME: Examples(outside.inputs, torch.zeros(len(outside), dtype=torch.int64), outside.columns)}
+    return Dataset(name, train, test, classes, ood=ood if len(outside) else {}, notes=notes)
+
+
+def _notes(source: str, sonar: Sonar, skipped: Sequence[Skipped]) -> str:
+    text = f"{source}: {sonar.picture} pictures of {sonar.seconds:g} s segments at {sonar.sample_rate} Hz; training and test share no recording."
+    if skipped:
+        named = "; ".join(str(s) for s in skipped)
+        warnings.warn(f"{len(skipped)} recording(s) left out: {named}", SkippedRecordings, stacklevel=3)
+        text += f" Left out: {named}."
+    return text
+
+
+class SkippedRecordings(UserWarning):
+    """Recordings that could not be used, by name and reason."""
+
+
+def _public_set(request: Request, layout: str) -> Dataset:
+    folder = request.data_dir / request.name
+    if not folder.is_dir():
+        raise DataError(
+            f"{request.name} is not in the data directory ({folder}); put its class folders there, or give the path of "
+            "its folder as the data set's name."
+        )
+    sonar = replace(request.sonar or Sonar(), layout=layout)
+    return read_recordings(folder, sonar, request.seed, request.name)
+
+
+@register_source(
+    "deepship",
+    summary="ships in the Strait of Georgia, by hydrophone (Irfan et al. 2021)",
+    examples="265 ships, 47 hours (public part: 21 recordings, 6 minutes)",
+    classes=4,
+    licence="from its authors, for research",
+    hint="github.com/irfankamboh/DeepShip; put Cargo, Passengership, Tanker, Tug into DATA_DIR/deepship",
+)
+def deepship(request: Request) -> Dataset:
+    """Load DeepShip: folders ``Cargo, Passengership, Tanker, Tug`` with numbered recordings."""
+    return _public_set(request, "deepship")
+
+
+@register_source(
+    "shipsear",
+    summary="vessels off north-west Spain, by hydrophone (Santos-Domínguez et al. 2016)",
+    examples="90 recordings, 3 hours",
+    classes=5,
+    licence="from its authors, for research",
+    hint="atlanttic.uvigo.es/underwaternoise; put the files and shipsEar.xlsx into DATA_DIR/shipsear",
+)
+def shipsear(request: Request) -> Dataset:
+    """Load ShipsEar: files such as ``6__10_07_13_marDeCangas_Entra.wav`` with their table, or in folders A to E."""
+    return _public_set(request, "shipsear")
+
+
+@register_source(
+    "watkins",
+    summary="marine mammals, by many hydrophones over decades (Watkins database, WHOI)",
+    examples="folders of clips by species",
+    licence="free for personal and academic use (WHOI)",
+    hint="whoicf2.whoi.edu/science/B/whalesounds; put the species' folders into DATA_DIR/watkins",
+)
+def watkins(request: Request) -> Dataset:
+    """Load Watkins: folders by species; the first five characters of a file's name are the recording."""
+    return _public_set(request, "watkins")
+
+
+@register_source("folder", summary="your own recordings: class/recording folders, or a CSV")
+def folder(request: Request) -> Dataset:
+    """Load the folder or CSV whose path is the data set's name."""
+    return read_recordings(request.name, request.sonar or Sonar(), request.seed)
+
+
+@register_source("sonar-synthetic", summary="a synthetic sea: ships, sites and hydrophones by seed", classes=len(KNOWN))
+def synthetic(request: Request) -> Dataset:
+    """Make the synthetic sea: ten sites of different conditions, five classes of ship, two more never seen in training.
+
+    Ships, not only recordings, are held out for the test.
+    """
+    sonar, seed = request.sonar or Sonar(), request.seed
+    unseen = sonar.unseen or UNSEEN
+    classes = sonar.classes or tuple(c for c in KNOWN if c not in unseen)
+    wrong = set(classes + unseen) - set(KNOWN + UNSEEN)
+    if wrong:
+        raise ConfigError(f"the synthetic sea has no class '{sorted(wrong)[0]}'; it has: {', '.join(KNOWN + UNSEEN)}.")
+    passages = sea.plan(sonar, seed, classes)
+    strange = sea.plan(sonar, seed, unseen, recordings=max(1, sonar.recordings // 3))
+    recordings = [_as_recording(p) for p in passages + strange]
+    features = _hear_features(passages + strange, sonar, seed, make_picture(sonar), classes + unseen)
+    examples = _examples(features, recordings, classes, sonar.picture)
+    inside = features.owner < len(passages)
+    test = _test_mask(recordings[: len(passages)], features, classes, sonar, seed)
+    mask = np.zeros(len(inside), dtype=bool)
+    mask[inside] = test[features.owner[inside]]
+    return _dataset(
+        request.name,
+        train=examples.take(np.flatnonzero(inside & ~mask)),
+        test=examples.take(np.flatnonzero(inside & mask)),
+        outside=examples.take(np.flatnonzero(~inside)),
+        classes=classes,
+        notes=_notes(f"synthetic sea, {sonar.sites} sites", sonar, ()),
+    )
+
+
+def _as_recording(passage: sea.Passage) -> Recording:
+    return Recording(Path(""), passage.label, passage.recording, passage.site.name, passage.vessel.name)
+
+
+def _hear_features(
+    passages: list[sea.Passage], sonar: Sonar, seed: int, picture: Picture, classes: tuple[str, ...]
+) -> Features:
+    """Make and picture the sea's recordings, or take the whole sea from the cache."""
+    folder = cache_folder(sonar)
+    settings = (sonar.recordings, sonar.sites, sonar.length, sonar.traffic, sonar.snr, sonar.overlap, classes)
+    file = None if folder is None else cache_file(folder, "sea", sea.VERSION, seed, settings, picture.key())
+    counts: list[int] = []
+
+    def make() -> tuple[Tensor, np.ndarray]:
+        device, parts, starts = picturing_device(), [], []
+        heard = sea.hear_all(passages, sonar.length, sonar.sample_rate, workers=min(4, os.cpu_count() or 1))
+        for _, sound in _progress(heard, len(passages)):
+            pictures, at = picture_blocks([sound.samples], picture, sonar.overlap, device)
+            parts.append(pictures)
+            starts.append(at)
+            counts.append(len(pictures))
+        return torch.cat(parts), np.concatenate(starts)
+
+    pictures, starts = cached(file, make)
+    # every recording has the same length, so the same number of segments
+    return Features(pictures, np.repeat(np.arange(len(passages)), len(pictures) // len(passages)), starts)
+
+
+def _progress(items, total: int):
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, total=total, desc="synthetic sea", unit=" passages", leave=False, disable=None)
