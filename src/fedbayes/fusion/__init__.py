@@ -4,6 +4,7 @@ from . import averages, mixtures, products  # noqa: F401 - registers the rules
 from .accumulator import Accumulator, Fused, fuse
 from .collapse import collapse_note
 from .rule import Rule, Statistics, WeightSums, get_rule, register, rules
+from .stacked import fuse_stacked
 from .weighting import Weighting, client_weights, get_weighting, pairwise_kl, register_weighting, weightings
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "client_weights",
     "collapse_note",
     "fuse",
+    "fuse_stacked",
     "get_rule",
     "get_weighting",
     "pairwise_kl",

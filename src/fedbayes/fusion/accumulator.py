@@ -111,7 +111,8 @@ class Accumulator:
             elif self.reproducible:
                 exact.merge(self._cells[key], cells)
             else:
-                self._cells[key] += cells.to(self.layout.device)
+                for row in cells.to(self.layout.device):
+                    exact.deposit_pairs(self._cells[key], row)
         self.weights |= other.weights
         self.refused += other.refused
 
@@ -124,7 +125,10 @@ class Accumulator:
 
     def total(self) -> Statistics:
         """Return the total as float64 statistics."""
-        return {key: exact.value(c) if self.reproducible else c[0] for key, c in self._cells.items()}
+        total: Statistics = {}
+        for key, cells in self._cells.items():
+            total[key], total[f"{key}_low"] = exact.value(cells) if self.reproducible else (cells[0], cells[1])
+        return total
 
     def conclude(self) -> Fused:
         """Make the fused posterior of the total, in the reference's types; the accumulator may go on absorbing."""
@@ -171,7 +175,7 @@ class Accumulator:
         for key, cells in self._cells.items():
             if cells.shape[1] != self._length(key):
                 raise PosteriorError(f"{path} was written for a model with other tensors than the reference.")
-        self.weights = {c: w for c, w in header["weights"]}
+        self.weights = dict(header["weights"])
         self.refused, self._seen = header["refused"], header["seen"]
         return self
 
@@ -197,15 +201,13 @@ class Accumulator:
             self._deposit("points", weight * self.layout.flat_points(posterior), 0)
 
     def _deposit(self, key: str, term: Tensor, at: int) -> None:
+        """Add part of a statistic; ``x_low`` goes to the cells of ``x``, which stand for the exact sum of both."""
+        key = key.removesuffix("_low")
         if key not in self._cells:
             n, device = self._length(key), self.layout.device
-            plain = torch.zeros(1, n, dtype=torch.float64, device=device)
-            self._cells[key] = exact.new_cells(n, device) if self.reproducible else plain
+            self._cells[key] = exact.new_cells(n, device) if self.reproducible else exact.new_pairs(n, device)
         cells = self._cells[key][:, at : at + term.numel()]
-        if self.reproducible:
-            exact.deposit(cells, term)
-        else:
-            cells[0] += term
+        (exact.deposit if self.reproducible else exact.deposit_pairs)(cells, term)
 
     def _length(self, key: str) -> int:
         return self.layout.numbers if key == "points" else self.layout.weights
@@ -235,7 +237,11 @@ def fuse(
 
     >>> fuse([a, b], rule="conflation")                                            # doctest: +SKIP
     """
-    named = posteriors.items() if isinstance(posteriors, Mapping) else ((None, q) for q in posteriors)
+    named: Iterable[tuple[Client | None, Posterior]]
+    if isinstance(posteriors, Mapping):
+        named = posteriors.items()  # pyright: ignore[reportAssignmentType]
+    else:
+        named = ((None, q) for q in posteriors)
     accumulator = None
     chosen = get_rule(rule, **options)
     size = len(posteriors) if isinstance(posteriors, (Sequence, Mapping)) else 0

@@ -64,9 +64,27 @@ def merge(cells: Tensor, other: Tensor) -> None:
     cells[:3] += other[:3]
 
 
-def value(cells: Tensor) -> Tensor:
-    """Return the totals as float64."""
-    return (cells[2] + cells[1]) + cells[0]
+def value(cells: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the totals as float64, and what is lost by rounding them to it."""
+    upper, middle = cells[0], cells[1]
+    high = upper + middle  # TwoSum, then the same with the third limb
+    t = high - upper
+    low = ((upper - (high - t)) + (middle - t)) + cells[2]
+    total = high + low
+    return total, low - (total - high)
+
+
+def new_pairs(n: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return ``n`` empty pairs of float64, value and error: the plain, faster sum, whose last bits depend on the order."""
+    return torch.zeros(2, n, dtype=torch.float64, device=device)
+
+
+def deposit_pairs(pairs: Tensor, term: Tensor) -> None:
+    """Add one float64 term to every pair, in place (compensated: Knuth's TwoSum)."""
+    before = pairs[0].clone()
+    pairs[0] += term
+    t = pairs[0] - before
+    pairs[1] += (before - (pairs[0] - t)) + (term - t)
 
 
 def _grid_of(term: Tensor) -> Tensor:

@@ -86,7 +86,8 @@ class Layout:
         gaussians, at = {}, 0
         for entry in self.gaussians:
             piece = slice(at, at := at + entry.shape.numel())
-            mean, variance = flat.mean[piece].to(entry.dtype), flat.variance[piece].to(entry.dtype)
+            mean = flat.mean[piece].to(entry.dtype)
+            variance = flat.variance[piece].to(entry.dtype).clamp_(min=torch.finfo(entry.dtype).tiny)  # never 0
             gaussians[entry.name] = Gaussian(mean.reshape(entry.shape), variance.reshape(entry.shape))
         fused, at = {}, 0
         for entry in self.points:

@@ -1,4 +1,9 @@
-"""Rules that match the moments of the mixture of the clients' posteriors: exactly, or by sampling."""
+"""Rules that match the moments of the mixture of the clients' posteriors: exactly, or by sampling.
+
+The variance of a mixture is a difference of moments, E[θ²] - E[θ]². With means near 1 and variances near 1e-10, float64
+sums would leave four digits of it, or none. So moments are taken about the previous global mean, and first and second moments are
+kept as pairs of float64, a value and its rounding error (``move`` and ``move_low``): about 32 digits.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from ..errors import ConfigError
 from ..posterior import Gaussian
@@ -13,13 +19,44 @@ from ..seeds import torch_rng
 from .rule import Rule, Statistics, WeightSums, register
 
 
+@dataclass(frozen=True)
+class _Moments(Rule):
+    """What mixture rules share: first and second moments about the pivot, in double-double arithmetic."""
+
+    @staticmethod
+    def moments(weight: Any, move: Tensor, variance: Tensor) -> Statistics:
+        """Return w·d, w·d² (each with its rounding error) and the weighted variance."""
+        first, first_low = two_product(weight, move)
+        square, square_error = two_product(move, move)
+        second, second_low = two_product(weight, square)
+        return {
+            "move": first,
+            "move_low": first_low,
+            "square": second,
+            "square_low": second_low + weight * square_error,
+            "variance": weight * variance,
+        }
+
+    @staticmethod
+    def split(total: Statistics, weights: WeightSums) -> tuple[Tensor, Tensor]:
+        """Return the mean move and W·Σwd² - (Σwd)² over W²: the variance of the clients' means."""
+        w, w_low = weights.total, weights.total_low
+        s1, s1_low = total["move"], total.get("move_low", torch.zeros_like(total["move"]))
+        s2, s2_low = total["square"], total.get("square_low", torch.zeros_like(total["square"]))
+        a, a_low = two_product(torch.full_like(s2, w), s2)
+        b, b_low = two_product(s1, s1)
+        a_low, b_low = a_low + w * s2_low + w_low * s2, b_low + 2 * s1 * s1_low
+        difference, error = two_sum(a, -b)
+        disagreement = (difference + (error + (a_low - b_low))) / (w * w)
+        return (s1 + s1_low) / w, disagreement.clamp(min=0)
+
+
 @register
 @dataclass(frozen=True)
-class LP(Rule):
+class LP(_Moments):
     """Linear pooling: the Gaussian with the mixture's mean and variance (Fischer eq. 12-14).
 
-    σ² = Σ w(σₖ² + (μₖ - μ)²), the minimiser of the forward KL from the mixture. Moments are taken about the previous
-    global mean, so nothing cancels when means are large and variances tiny.
+    σ² = Σ wσₖ² + Σ w(μₖ - μ)², the minimiser of the forward KL from the mixture.
     """
 
     name: ClassVar[str] = "lp"
@@ -30,21 +67,24 @@ class LP(Rule):
     when: ClassVar[str] = "disagreement between clients should show as uncertainty"
 
     def terms(self, q: Gaussian, weight: Any, pivot: Gaussian, address: tuple[int | str, ...]) -> Statistics:
+        return self.moments(weight, q.mean - pivot.mean, q.variance)
+
+    def terms_near(self, q: Gaussian, weight: Any, pivot: Gaussian) -> Statistics:
         move = q.mean - pivot.mean
-        return {"move": weight * move, "second": weight * (q.variance + move * move)}
+        return {"move": weight * move, "square": weight * (move * move), "variance": weight * q.variance}
 
     def solve(self, total: Statistics, weights: WeightSums, pivot: Gaussian) -> Gaussian:
-        move = total["move"] / weights.total
-        return Gaussian(pivot.mean + move, total["second"] / weights.total - move * move)
+        move, disagreement = self.split(total, weights)
+        return Gaussian(pivot.mean + move, total["variance"] / weights.total + disagreement)
 
 
 @register
 @dataclass(frozen=True)
-class PPA(Rule):
+class PPA(_Moments):
     """Population pooling: draw wₖ·population values from every client, pool them, take mean and variance (Ozer PPA).
 
-    The sum and the squared deviations of n Gaussian draws are themselves drawn (a normal and a chi-squared variable, which are
-    independent), so any population costs two draws a weight, and the result has exactly the distribution of pooling
+    The mean and the squared deviations of n Gaussian draws are themselves drawn (a normal and a chi-squared variable, independent of
+    each other), so any population costs two draws a weight, and the result has exactly the distribution of pooling
     the draws one by one. Weights should sum to one for ``population`` to be the size of the whole population.
     Converges to ``lp`` as the population grows.
     """
@@ -55,11 +95,10 @@ class PPA(Rule):
     papers: ClassVar[str] = "Ozer 2022 PPA"
     effect: ClassVar[str] = "that of lp, with sampling noise"
     when: ClassVar[str] = "comparison with Ozer 2022; otherwise lp is its exact limit"
-
     draws: ClassVar[bool] = True
 
     population: int = 1000
-    """Draws pooled per weight, shared among the clients by weight (each gives at least one)."""
+    """Draws pooled per weight, shared among the clients by weight (each gives at least two)."""
     seed: int = 0
     """Seed of the draws; every client draws from (seed, "ppa", client)."""
 
@@ -68,20 +107,39 @@ class PPA(Rule):
             raise ConfigError(f"option 'population' of the rule 'ppa' is {self.population}; it must be at least 2.")
 
     def mass(self, weight: float) -> float:
-        return float(max(1, round(weight * self.population))) if weight > 0 else 0.0
+        return float(max(2, round(weight * self.population))) if weight > 0 else 0.0
 
     def terms(self, q: Gaussian, weight: Any, pivot: Gaussian, address: tuple[int | str, ...]) -> Statistics:
         rng = torch_rng(self.seed, "ppa", *address, device=q.mean.device)
         n = torch.as_tensor(weight, dtype=q.mean.dtype, device=q.mean.device)
         noise = torch.randn(q.mean.shape, dtype=q.mean.dtype, device=q.mean.device, generator=rng)
         move = q.mean - pivot.mean + noise * torch.sqrt(q.variance / n)
-        half = ((n - 1) / 2).expand(q.mean.shape)
-        squares = 2 * torch._standard_gamma(half.clamp(min=0.5), generator=rng)  # chi-squared, n - 1 degrees of freedom
-        squares = torch.where(half > 0, squares, 0.0) * q.variance
-        return {"move": n * move, "second": squares + n * move * move}
+        half = ((n - 1) / 2).expand(q.mean.shape).contiguous()
+        chi_squared = 2 * torch._standard_gamma(half, generator=rng)  # pyright: ignore - n - 1 degrees of freedom
+        return self.moments(n, move, chi_squared * q.variance / n)
 
     def solve(self, total: Statistics, weights: WeightSums, pivot: Gaussian) -> Gaussian:
         n = weights.total
-        move = total["move"] / n
-        spread = (total["second"] - n * move * move) / max(n - 1, 1.0)
-        return Gaussian(pivot.mean + move, spread)
+        move, disagreement = self.split(total, weights)
+        return Gaussian(pivot.mean + move, (total["variance"] / n + disagreement) * (n / (n - 1)))
+
+
+def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a + b rounded, and the rounding error, exactly (Knuth)."""
+    s = a + b
+    t = s - a
+    return s, (a - (s - t)) + (b - t)
+
+
+def two_product(a: Any, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a·b rounded, and the rounding error, exactly (Dekker; for values below 1e290)."""
+    p = a * b
+    (ah, al), (bh, bl) = _halves(a), _halves(b)
+    return p, al * bl - (((p - ah * bh) - al * bh) - ah * bl)
+
+
+def _halves(a: Any) -> tuple[Any, Any]:
+    """Split a float64 into two of 26 bits (Veltkamp)."""
+    c = a * 134217729.0  # 2**27 + 1
+    high = c - (c - a)
+    return high, a - high

@@ -16,7 +16,8 @@ from ..posterior import Gaussian, Posterior
 from .layout import Layout
 
 Statistics = dict[str, Tensor]
-"""What a client adds to the total: float64 tensors by name. Totals are statistics too."""
+"""What a client adds to the total: float64 tensors by name. Totals are statistics too. ``x_low``, where there is one, is the
+rounding error of ``x``: the pair stands for their exact sum."""
 
 
 class WeightSums(NamedTuple):
@@ -26,12 +27,15 @@ class WeightSums(NamedTuple):
     squares: float
     largest: float
     count: int
+    total_low: float = 0.0
+    """What rounding took from ``total``."""
 
     @staticmethod
     def of(weights: Iterable[float]) -> WeightSums:
         """Sum weights exactly rounded, so that their order does not matter."""
         w = list(weights)
-        return WeightSums(math.fsum(w), math.fsum(x * x for x in w), max(w, default=0.0), len(w))
+        total = math.fsum(w)
+        return WeightSums(total, math.fsum(x * x for x in w), max(w, default=0.0), len(w), math.fsum([*w, -total]))
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,10 @@ class Rule:
         that nothing cancels; ``address`` names the client for rules that draw.
         """
         raise NotImplementedError
+
+    def terms_near(self, q: Gaussian, weight: Any, pivot: Gaussian) -> Statistics:
+        """Return terms that suffice when the pivot is one of the clients, so that moments about it do not cancel."""
+        return self.terms(q, weight, pivot, ())
 
     def solve(self, total: Statistics, weights: WeightSums, pivot: Gaussian) -> Gaussian:
         """Return the fused mean and variance of the total."""
