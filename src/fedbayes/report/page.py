@@ -314,9 +314,11 @@ def _grid(table: tables.Table) -> Grid:
 
 
 def _how_to_read(table: tables.Table) -> str:
+    common = [f"{tables.HEADINGS.get(k, k)} {v}" for k, v in table.groups[0].common.items() if v]
+    same = f"The same in every row: {'; '.join(common)}. " if common else ""
     if not table.repeated:
-        return "One run per row: no spread is known, so nothing is marked as best."
-    return (
+        return same + "One run per row: no spread is known, so nothing is marked as best."
+    return same + (
         "Mean ± standard deviation over runs with different seeds. Bold: the best, and every row whose difference from it is "
         "smaller than the combined run-to-run spread √(sd² + sd²), which is a tie. Nothing is marked where no direction is better."
     )

@@ -31,6 +31,11 @@ class Picture:
     def svg(self) -> str:
         """The figure as an SVG document in the light scheme, the same text for the same numbers."""
         buffer = io.StringIO()
+        engine = self.figure.get_layout_engine()
+        if engine is not None:  # lay out once, not again for every file
+            with _rc():
+                engine.execute(self.figure)
+            self.figure.set_layout_engine("none")
         with _rc({"svg.hashsalt": self.name}):
             self.figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
         return buffer.getvalue()
@@ -39,9 +44,9 @@ class Picture:
         """Write NAME.png, NAME.svg and NAME.csv into ``folder`` and return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / f"{self.name}.{ending}" for ending in ("png", "svg", "csv")]
-        with _rc({"svg.hashsalt": self.name}):
-            self.figure.savefig(files[0], dpi=160, metadata={"Software": None})
         files[1].write_text(self.svg, encoding="utf-8")
+        with _rc():
+            self.figure.savefig(files[0], dpi=160, metadata={"Software": None})
         with open(files[2], "w", newline="", encoding="utf-8") as f:
             writer = csv.writer(f)
             writer.writerow(self.header)

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import prose
@@ -40,12 +40,12 @@ class Column:
 COLUMNS = (
     Column("accuracy", "accuracy, %", 100, 2, +1),
     Column("nll", "NLL", 1, 3, -1),
-    Column("brier", "Brier", 1, 3, -1),
     Column("ece", "ECE, %", 100, 2, -1),
     Column("epistemic", "epistemic", 1, None),
     Column("sigma", "median sigma", 1, None),
     Column("auroc_error_entropy", "finds errors (AUROC)", 1, 3, +1),
     Column("auroc_ood", "finds unknown (AUROC)", 1, 3, +1),
+    Column("brier", "Brier", 1, 3, -1),
     Column("seconds", "s per round", 1, 2),
 )
 
@@ -57,6 +57,8 @@ class Group:
     label: str
     keys: Mapping[str, str]
     runs: Sequence[Run]
+    common: Mapping[str, str] = field(default_factory=dict)
+    """Settings that would be columns of the table, but are the same in every row."""
 
     @property
     def collapsed(self) -> bool:
@@ -107,11 +109,25 @@ def group(runs: Sequence[Run]) -> list[Group]:
         by_key.setdefault(tuple(s.get(k) for k in varying), []).append(i)
     keys = [_row_keys(settings[members[0]], varying) for members in by_key.values()]
     differing = [k for k in keys[0] if len({row.get(k) for row in keys}) > 1] if keys else []
+    named = _needed(keys, differing)
     groups = []
     for row, members in zip(keys, by_key.values()):
-        label = ", ".join(row[k] if _plain(k) else f"{HEADINGS.get(k, k.split('.')[-1])} {row[k]}" for k in differing)
-        groups.append(Group(label or row["fusion.rule"] or runs[members[0]].name, row, [runs[i] for i in members]))
+        label = " ".join(row[k] if _plain(k) else f"{k.split('.')[-1]}={row[k]}" for k in named)
+        shown = {k: v for k, v in row.items() if k in differing or k == "fusion.rule"}
+        common = {k: v for k, v in row.items() if k not in shown}
+        label = label or row["fusion.rule"] or runs[members[0]].name
+        groups.append(Group(label, shown, [runs[i] for i in members], common))
     return groups
+
+
+def _needed(rows: Sequence[Mapping[str, str]], keys: Sequence[str]) -> list[str]:
+    """The fewest of the keys, later ones dropped first, that still tell all rows apart: what a label must say."""
+    kept = list(keys)
+    for key in reversed(keys):
+        fewer = [k for k in kept if k != key]
+        if len({tuple(row.get(k) for k in fewer) for row in rows}) == len(rows):
+            kept = fewer
+    return kept
 
 
 def _plain(key: str) -> bool:
@@ -225,7 +241,7 @@ def findings(t: Table) -> list[str]:
         ordered = sorted(cells, key=lambda gc: -gc[1].mean * column.better)
         top = ordered[0]
         name = {"accuracy": "accuracy", "nll": "NLL", "ece": "calibration error"}[column.key]
-        shown = t.text(t.groups.index(top[0]), j)
+        shown = t.text(t.groups.index(top[0]), j) + (" %" if column.scale == 100 else "")
         if not t.repeated:
             out.append(f"Best {name} in these runs: {top[0].label} ({shown}).")
             continue
