@@ -88,7 +88,7 @@ def _names(meta: dict[bytes, Any], key: bytes) -> tuple[str, ...]:
     return tuple(n.decode() if isinstance(n, bytes) else str(n) for n in meta[key])
 
 
-_LICENCE = "none stated; free for research, cite Krizhevsky 2009"
+_LICENCE = "free for research"
 
 
 @register_source(

@@ -257,6 +257,8 @@ def describe_sources(data_dir: str | os.PathLike[str] | None = None) -> list[Sou
 
 
 def _presence(source: Source, root: Path) -> str:
+    if source.hint and not source.files and not source.alternatives:
+        return "yes" if (root / source.name).exists() else "no"
     if not source.files and not source.alternatives:
         return "built in"
     if find(root, source.alternatives) is not None:
@@ -279,24 +281,24 @@ def human_size(n: int) -> str:
 
 def render_sources(rows: Sequence[SourceRow]) -> str:
     """Return the table of ``fedbayes data list`` as text."""
-    head = ["name", "what", "examples", "classes", "size", "licence", "here"]
+    head = ["name", "examples", "classes", "size", "here", "licence", "what"]
     body = [
         [
             r.name,
-            r.summary,
             r.examples,
             str(r.classes or "·"),
             human_size(r.bytes) if r.bytes else "·",
-            r.licence,
             r.present,
+            r.licence,
+            r.summary,
         ]
         for r in rows
     ]
-    return align(head, body, left=2)
+    return align(head, body, left=(0, 4, 5, 6))
 
 
 def render_checks(rows: Sequence[FileCheck]) -> str:
     """Return the table of ``fedbayes data check`` as text."""
     words = {True: "yes", False: "NO", None: "·"}
     body = [[r.path, words[r.present], human_size(r.size) if r.present else "·", words[r.sound], r.note] for r in rows]
-    return align(["file", "there", "size", "sound", "note"], body)
+    return align(["file", "there", "size", "sound", "note"], body, left=(0, 4))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -66,12 +66,12 @@ def render(holdings: Sequence[Holding], classes: Sequence[str], width: int = 12)
     return align(head, body)
 
 
-def align(head: Sequence[str], body: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Lay out a table as text: the first ``left`` columns flush left, the others flush right."""
+def align(head: Sequence[str], body: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """Lay out a table as text: the columns ``left`` flush left, the others flush right."""
     widths = [max(len(row[i]) for row in (head, *body)) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:
-        cells = (cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+        cells = (cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
         return "  ".join(cells).rstrip()
 
     return "\n".join([line(head), "  ".join("-" * w for w in widths), *(line(row) for row in body)])

@@ -249,7 +249,13 @@ def step(config: Partition, train: Examples, rng: np.random.Generator) -> list[n
             )
     minor = [np.concatenate([pool[i * m : (i + 1) * m] for pool in pools]) for i in range(k)]
     used = 0 if config.duplicates else k * m
-    major = _hands([rng.permutation(pool[used:]) for pool in pools if len(pool) > used], config, rng)
+    rest = [rng.permutation(pool[used:]) for pool in pools if len(pool) > used]
+    if len(rest) < config.classes_per_client:
+        raise DataError(
+            f"partition step: after {k} x {m} minor examples of every class only {len(rest)} classes have examples left "
+            f"for {config.classes_per_client} major classes per client; lower partition.minor_examples."
+        )
+    major = _hands(rest, config, rng)
     return [np.concatenate([own, *hand]) for own, hand in zip(minor, major)]
 
 
