@@ -23,6 +23,7 @@ from .layers import (
 )
 from .state import (
     RHO,
+    caller,
     draw,
     from_posterior,
     gaussian_names,
@@ -58,6 +59,7 @@ __all__ = [
     "Variational",
     "bayesianize",
     "build",
+    "caller",
     "draw",
     "from_posterior",
     "gaussian_names",

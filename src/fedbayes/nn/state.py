@@ -6,11 +6,12 @@ is ``softplus(X_rho)``. Everything else in a network's parameters and buffers is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..errors import PosteriorError, nearest
 from ..posterior import Gaussian, Posterior
@@ -77,6 +78,33 @@ def from_posterior(posterior: Posterior) -> dict[str, Tensor]:
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's full state by name, parameters and buffers, sharing memory with it (shared layers once)."""
     return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def caller(module: nn.Module) -> Callable[..., Tensor]:
+    """Return ``call(state, *inputs)``: the module evaluated under another full state, right for shared layers too.
+
+    ``torch.func.functional_call`` leaves a module that is registered under two names with the state it was called
+    with, instead of its own. Here each slot is written once: shared modules by their first name, and parameters tied
+    between different modules in each of them. Values that ``forward`` reassigns end up in ``state``, as there.
+    """
+    first = {id(t): n for n, t in state_of(module).items()}
+    slots = {
+        f"{prefix}.{name}".lstrip("."): id(tensor)
+        for prefix, part in module.named_modules()
+        for name, tensor in (*part._parameters.items(), *part._buffers.items())
+        if tensor is not None
+    }
+    tied = {slot: first[key] for slot, key in slots.items() if first[key] != slot}
+
+    def call(state: dict[str, Tensor], *inputs: Tensor) -> Tensor:
+        if not tied:
+            return functional_call(module, state, inputs, tie_weights=False)
+        whole = {**state, **{slot: state[name] for slot, name in tied.items() if name in state}}
+        output = functional_call(module, whole, inputs, tie_weights=False)
+        state.update({name: whole[name] for name in state})
+        return output
+
+    return call
 
 
 def posterior_of(module: nn.Module, metadata: Mapping[str, str] | None = None) -> Posterior:

@@ -1,0 +1,230 @@
+"""A user's own network made Bayesian: what changes, what does not, and what is reported."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch import nn as tnn
+
+from fedbayes import nn
+from fedbayes.errors import ConfigError
+
+VARIATIONAL = ["flipout", "local", "sample"]
+
+
+class Shared(tnn.Module):
+    """A residual network that uses one block three times and one linear layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = tnn.Conv2d(3, 8, 3, padding=1)
+        self.block = tnn.Sequential(tnn.Conv2d(8, 8, 3, padding=1, bias=False), tnn.BatchNorm2d(8), tnn.ReLU())
+        self.again = self.block
+        self.gate = tnn.Linear(8, 8)
+        self.head = tnn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        for block in (self.block, self.again, self.block):
+            x = x + block(x)
+        x = x.mean((-2, -1))
+        return self.head(self.gate(torch.relu(self.gate(x))))
+
+
+class Unseen(tnn.Module):
+    """Uses a parameter in a functional convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = tnn.Parameter(torch.randn(4, 3, 3, 3))
+        self.head = tnn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.conv2d(x, self.kernel).mean((-2, -1)))
+
+
+class Standardised(tnn.Conv2d):
+    """A convolution with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, w, self.bias)
+
+
+USER_MODELS = {
+    "linear": (lambda: tnn.Linear(6, 3), (6,)),
+    "mlp": (lambda: tnn.Sequential(tnn.Linear(6, 8), tnn.Tanh(), tnn.LayerNorm(8), tnn.Linear(8, 3)), (6,)),
+    "conv1d": (
+        lambda: tnn.Sequential(tnn.Conv1d(2, 4, 5, 2), tnn.BatchNorm1d(4), tnn.AdaptiveAvgPool1d(1), tnn.Flatten(), tnn.Linear(4, 3)),
+        (2, 20),
+    ),
+    "conv2d": (
+        lambda: tnn.Sequential(tnn.Conv2d(3, 4, 3, groups=1), tnn.GroupNorm(2, 4), tnn.ReLU(), tnn.MaxPool2d(2), tnn.Flatten(), tnn.LazyLinear(3)),
+        (3, 8, 8),
+    ),
+    "shared": (Shared, (3, 8, 8)),
+}  # fmt: skip
+
+
+def made(name: str) -> tuple[tnn.Module, Tensor]:
+    torch.manual_seed(0)
+    make, shape = USER_MODELS[name]
+    model = make().eval()
+    x = torch.randn(3, *shape)
+    model(x)  # materialises lazy layers
+    return model, x
+
+
+@pytest.mark.parametrize("name", USER_MODELS)
+@pytest.mark.parametrize("kind", VARIATIONAL)
+def test_a_users_model_keeps_means_and_everything_else(name: str, kind: str) -> None:
+    model, x = made(name)
+    before = copy.deepcopy(model.state_dict())
+    bayesian = nn.bayesianize(model, kind, sigma=0.1)
+    assert not any(n.endswith("_rho") for n in model.state_dict())  # the original is untouched
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    for n, t in before.items():
+        assert torch.equal(bayesian.state_dict()[n], t)
+    assert not torch.allclose(bayesian(x), bayesian(x))
+    assert not torch.allclose(bayesian(x), model(x), atol=1e-4)
+    quiet = {n: torch.full_like(t, -torch.inf) if n.endswith("_rho") else t for n, t in nn.state_of(bayesian).items()}
+    assert torch.allclose(nn.caller(bayesian)(quiet, x), model(x), atol=1e-6)
+    for n, p in bayesian.named_parameters():
+        if n.endswith("_rho"):
+            assert torch.allclose(F.softplus(p), torch.tensor(0.1))
+
+
+@pytest.mark.parametrize("name", USER_MODELS)
+def test_dropout_keeps_every_name_and_drops(name: str) -> None:
+    model, x = made(name)
+    thinned = nn.bayesianize(model, "dropout", dropout=0.5)
+    assert [n for n, _ in thinned.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert not torch.allclose(thinned(x), thinned(x))
+    assert torch.allclose(nn.bayesianize(model, "dropout", dropout=0.0)(x), model(x))
+
+
+def test_shared_layers_stay_shared() -> None:
+    model, _ = made("shared")
+    bayesian = nn.bayesianize(model, "flipout")
+    assert bayesian.block is bayesian.again
+    names = nn.gaussian_names(dict(bayesian.named_parameters()))
+    assert names == ["stem.weight", "block.0.weight", "gate.weight", "head.weight"]
+    posterior = nn.posterior_of(bayesian)
+    state = nn.from_posterior(posterior)
+    zero = {n: torch.full_like(t, -torch.inf if n.endswith("_rho") else 0) for n, t in state.items()}
+    before = {n: t.clone() for n, t in nn.state_of(bayesian).items()}
+    assert not nn.caller(bayesian.eval())(zero, torch.randn(2, 3, 8, 8)).any()  # every use of every layer
+    after = nn.state_of(bayesian)
+    assert all(torch.equal(after[n], t) and after[n].data_ptr() != state[n].data_ptr() for n, t in before.items())
+
+
+def test_lanes_of_a_network_with_shared_layers() -> None:
+    torch.manual_seed(0)
+    models = [Shared().train() for _ in range(3)]
+    states = [{n: t.detach().clone() for n, t in nn.state_of(m).items()} for m in models]
+    lanes = {n: torch.stack([s[n] for s in states]) for n in states[0]}
+    x = torch.randn(3, 4, 3, 8, 8)
+    call = nn.caller(models[0])
+    out = torch.vmap(lambda s, x: call(s, x), randomness="different")(lanes, x)
+    for lane, model in enumerate(models):
+        assert torch.allclose(out[lane], model(x[lane]), atol=1e-5)
+        assert torch.allclose(lanes["block.1.running_mean"][lane], model.block[1].running_mean, atol=1e-6)
+    assert lanes["block.1.num_batches_tracked"].tolist() == [3, 3, 3]
+
+
+def test_tied_weights_share_mean_and_scale() -> None:
+    model = tnn.Sequential(tnn.Linear(4, 4), tnn.ReLU(), tnn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    bayesian = nn.bayesianize(model, "flipout")
+    assert bayesian[0].weight is bayesian[2].weight
+    assert bayesian[0].weight_rho is bayesian[2].weight_rho
+    assert len(nn.posterior_of(bayesian).gaussians) == 1
+    state = {n: torch.full_like(t, -torch.inf if n.endswith("rho") else 0.5) for n, t in nn.state_of(bayesian).items()}
+    assert nn.caller(bayesian)(state, torch.ones(1, 4)).tolist() == [[5.5] * 4]  # relu(4·½ + ½)·½·4 + ½
+
+
+def test_a_mean_tied_to_a_point_is_refused() -> None:
+    model = tnn.Sequential(tnn.Embedding(4, 3), tnn.Linear(3, 4, bias=False))
+    model[1].weight = model[0].weight
+    with pytest.raises(ConfigError, match=r"'1.weight' is tied"):
+        nn.bayesianize(model, "flipout", warn=False)
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("fc*", {"fc1", "fc2", "fc3"}),
+        ("conv*, fc3", {"conv1", "conv2", "fc3"}),
+        (["fc1"], {"fc1"}),
+        (lambda name, layer: isinstance(layer, tnn.Conv2d), {"conv1", "conv2"}),
+    ],
+)
+def test_where_chooses_layers(where, expected: set[str]) -> None:
+    model = nn.build("lenet", "deterministic")
+    bayesian = nn.bayesianize(model, "flipout", where=where)
+    gaussian = {n.rpartition(".")[0] for n in nn.gaussian_names(dict(bayesian.named_parameters()))}
+    assert gaussian == expected
+    assert set(nn.survey(model, where).converted) == expected
+
+
+def test_biases_become_gaussian_only_when_asked() -> None:
+    model, _ = made("mlp")
+    assert nn.gaussian_names(dict(nn.bayesianize(model).named_parameters())) == ["0.weight", "3.weight"]
+    both = nn.gaussian_names(dict(nn.bayesianize(model, bayesian_bias=True).named_parameters()))
+    assert both == ["0.weight", "0.bias", "3.weight", "3.bias"]
+
+
+def test_what_it_cannot_see_is_reported_by_name() -> None:
+    with pytest.warns(nn.NotConverted, match=r"Unseen.*conv2d.*kernel") as record:
+        bayesian = nn.bayesianize(Unseen(), "flipout")
+    assert len(record) == 1
+    assert nn.gaussian_names(dict(bayesian.named_parameters())) == ["head.weight"]
+    sequence = tnn.Sequential(Standardised(3, 4, 3), tnn.Flatten(), tnn.Linear(4, 2))
+    with pytest.warns(nn.NotConverted, match=r"'0' \(Standardised\)"):
+        bayesian = nn.bayesianize(sequence, "flipout")
+    assert type(bayesian[0]) is Standardised
+    with pytest.warns(nn.NotConverted, match=r"'1' \(MultiheadAttention\) uses its weights directly") as record:
+        nn.bayesianize(tnn.Sequential(tnn.Linear(4, 4), tnn.MultiheadAttention(4, 2)), "flipout")
+    assert len(record) == 1
+    with pytest.warns(nn.NotConverted, match="ConvTranspose2d"):
+        nn.bayesianize(tnn.Sequential(tnn.Conv2d(1, 2, 3), tnn.ConvTranspose2d(2, 1, 3)), "flipout")
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_reported_where_all_is_seen() -> None:
+    for name in ("mlp", "conv1d", "conv2d", "shared"):
+        nn.bayesianize(made(name)[0], "flipout")
+        assert nn.survey(made(name)[0]).unseen == ()
+
+
+def test_own_dropout_layers_stay_on_for_mc_dropout() -> None:
+    model = tnn.Sequential(tnn.Linear(4, 50), tnn.Dropout(0.5), tnn.Linear(50, 2)).eval()
+    x = torch.randn(3, 4)
+    thinned = nn.bayesianize(model, "dropout").eval()
+    assert not torch.allclose(thinned(x), thinned(x))
+    assert sum(isinstance(m, nn.Dropout) for m in thinned.modules()) == 1
+    channels = nn.bayesianize(tnn.Sequential(tnn.Conv2d(1, 40, 3), tnn.Dropout2d(0.5)), "dropout").eval()
+    y = channels(torch.ones(1, 1, 5, 5))[0].flatten(1)
+    assert 5 < (y == 0).all(1).sum() < 35
+
+
+def test_impossible_requests_say_what_would_be_right() -> None:
+    model, _ = made("mlp")
+    with pytest.raises(ConfigError, match="did you mean 'flipout'"):
+        nn.bayesianize(model, "flipuot")
+    with pytest.raises(ConfigError, match=r"no layer matches 'conv\*'; the network's layers are: 0, 3"):
+        nn.bayesianize(model, "flipout", where="conv*")
+    with pytest.raises(ConfigError, match="no linear or convolutional layer"):
+        nn.bayesianize(tnn.BatchNorm1d(3), "flipout")
+
+
+def test_frozen_layers_stay_frozen() -> None:
+    model, _ = made("mlp")
+    model[0].weight.requires_grad_(False)
+    bayesian = nn.bayesianize(model, "flipout")
+    assert not bayesian[0].weight_rho.requires_grad
+    assert bayesian[3].weight_rho.requires_grad
