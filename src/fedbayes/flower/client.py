@@ -18,6 +18,7 @@ from flwr.clientapp import ClientApp
 from .. import __version__
 from ..cohort import Assignment, Update
 from ..errors import FedBayesError
+from . import masked_client as masked
 from .codecs import Layout
 from .home import Home, prepare_home
 from .memory import recall, remember
@@ -45,6 +46,30 @@ def describe(message: Message, context: Context) -> Message:
 def train(message: Message, context: Context) -> Message:
     """Do the assignments in the message and answer with one update or one reason for each."""
     return Message(work(message.content, context.node_config, context.state), reply_to=message)
+
+
+@client_app.train("keys")
+def keys(message: Message, context: Context) -> Message:
+    """Secure aggregation, first exchange."""
+    return Message(masked.answer_keys(message.content, message.metadata.dst_node_id, context.state), reply_to=message)
+
+
+@client_app.train("shares")
+def shares(message: Message, context: Context) -> Message:
+    """Secure aggregation, second exchange."""
+    return Message(masked.answer_shares(message.content, context.state), reply_to=message)
+
+
+@client_app.train("masked")
+def masked_sum(message: Message, context: Context) -> Message:
+    """Secure aggregation, third exchange: training happens here."""
+    return Message(masked.answer_masked(message.content, context.node_config, context.state), reply_to=message)
+
+
+@client_app.train("reveal")
+def reveal(message: Message, context: Context) -> Message:
+    """Secure aggregation, fourth exchange."""
+    return Message(masked.answer_reveal(message.content, context.state), reply_to=message)
 
 
 def census(asked: RecordDict, node_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,9 +104,8 @@ def work(asked: RecordDict, node_config: Mapping[str, Any], state: RecordDict) -
             raise FedBayesError(
                 f"the server runs fedbayes {wire['version']} and this node {__version__}; install the same on both."
             )
-        home = Home.read(node_config)
         assignments = take_assignments(asked)
-        setup = _setup(asked, home.given(assignments[0].client))
+        setup = node_setup(asked, node_config, assignments[0].client)
     except FedBayesError as error:
         for number in numbers:
             put_error(reply, number, str(error))
@@ -134,6 +158,11 @@ def layout_difference(one: Layout, other: Layout, here: str, there: str) -> str:
 
 def _said(entry: tuple[str, tuple[int, ...]] | None) -> str:
     return "absent" if entry is None else f"{entry[0]} {tuple(entry[1])}"
+
+
+def node_setup(asked: RecordDict, node_config: Mapping[str, Any], client: int) -> Setup:
+    """Return the experiment made ready on this node, for the client it is to train."""
+    return _setup(asked, Home.read(node_config).given(client))
 
 
 def _setup(asked: RecordDict, home: Home) -> Setup:

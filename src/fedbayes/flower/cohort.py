@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
@@ -39,6 +39,11 @@ class FlowerCohort:
     the experiment has; ``classes`` and ``shape`` describe the network's task to nodes with their own data.
     ``say`` is told, in sentences, of nodes that come, fail or are refused.
     """
+
+    remote = True
+    """Clients are on other machines: randomness that protects them must not come from a seed (see ``privacy``)."""
+    adds_noise = False
+    """Whether the totals this cohort gives carry the noise of differential privacy already."""
 
     def __init__(
         self,
@@ -107,14 +112,24 @@ class FlowerCohort:
                 self.say(sentence)
 
     def _exchange(self, messages: Sequence[Message], seconds: float) -> Iterator[tuple[int, RecordDict | str]]:
-        """Send messages, yield (node, content or reason) as replies arrive; silent nodes are left out."""
+        """Send messages, yield (node, content or reason) as replies arrive; silent nodes are left out.
+
+        A node that was restarted meanwhile has lost its message and counts as silent.
+        """
         nodes = {i: m.metadata.dst_node_id for m in messages for i in self.grid.push_messages([m])}
-        end = self.clock() + seconds
+        stamps = {n: self.registry.stamp(n) for n in nodes.values()}
+        looked = self.clock()
+        end = looked + seconds
         while nodes and self.clock() < end:
+            if self.clock() - looked >= LOOK_SECONDS:
+                self.registry.look(self.grid)
+                nodes = {i: n for i, n in nodes.items() if self.registry.stamp(n) in ("", stamps[n])}
+                looked = self.clock()
             before = len(nodes)
             for message_id in list(nodes):
                 for reply in self.grid.pull_messages([message_id]):
-                    yield nodes.pop(message_id), reply.content if reply.has_content() else reply.error.reason
+                    content = reply.content if reply.has_content() else str(reply.error.reason)
+                    yield nodes.pop(message_id), content
             if nodes and len(nodes) == before:
                 self.sleep(POLL_SECONDS)
 
@@ -221,11 +236,7 @@ class Round:
 
     def _push(self, node: int, clients: Sequence[int]) -> None:
         """Send a node its assignments: one message for each posterior they start from."""
-        groups: dict[tuple[int, int], list[Assignment]] = {}
-        for client in clients:
-            a = self.assignments[client]
-            groups.setdefault((id(a.start), id(a.prior)), []).append(a)
-        for group in groups.values():
+        for group in alike([self.assignments[c] for c in clients]):
             message = self.cohort.message(self.cohort.registry.members[node], group, None)
             size = payload_bytes(message.content)
             for message_id in self.grid.push_messages([message]):
@@ -304,6 +315,20 @@ class Round:
                 "clients": {str(c): {"down": self.down.get(c, 0), "up": self.up.get(c, 0)} for c in sorted(self.down)},
             },
         }
+
+
+def alike(assignments: Sequence[Assignment]) -> list[list[Assignment]]:
+    """Group assignments that start from the same posterior under the same prior: one message carries each group."""
+    groups: list[list[Assignment]] = []
+    for a in assignments:
+        for group in groups:
+            b = group[0]
+            if a.start is b.start and (a.prior is b.prior or (a.prior and b.prior and a.prior.same_bits(b.prior))):
+                group.append(replace(a, prior=b.prior))
+                break
+        else:
+            groups.append([a])
+    return groups
 
 
 def _list(clients: Sequence[int]) -> str:

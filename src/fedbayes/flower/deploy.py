@@ -63,7 +63,9 @@ def rehearse(
     path = path.resolve()
     configs = list(node_configs) if node_configs is not None else partitioned(nodes, data_dir)
     with _folder(path / "flower", path) as folder:
-        app = write_app(folder / "app", experiment, {"out": str(path), "resume": resume, "data-dir": str(data_dir or "")})
+        app = write_app(
+            folder / "app", experiment, {"out": str(path), "resume": resume, "data-dir": str(data_dir or "")}
+        )
         with _stopping_on_signals(), Network(folder, configs, insecure=insecure) as network:
             follow(network, network.submit(app), path, listeners, resume=resume)
     final = Posterior.load(path / "final.safetensors")
@@ -125,7 +127,9 @@ def follow(
     while not ended:
         ended = process.poll() is not None
         if network.superlink is not None and network.superlink.poll() is not None and not ended:
-            raise RunError(f"the SuperLink ended (status {network.superlink.returncode}); its log: {network.folder}/logs.")
+            raise RunError(
+                f"the SuperLink ended (status {network.superlink.returncode}); its log: {network.folder}/logs."
+            )
         for event in tail.read():
             for listener in listeners:
                 listener(event)

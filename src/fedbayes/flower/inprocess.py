@@ -16,6 +16,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
 
 
 @dataclass
@@ -50,6 +51,7 @@ class InProcessGrid(Grid):
         self.run_config, self.before = dict(run_config or {}), before
         self._numbers = itertools.count(1)
         self._out: dict[str, Message] = {}
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1  # Flower's processes set these
 
     def set_run(self, run: Any) -> None:
         """Accept a run; there is only one."""

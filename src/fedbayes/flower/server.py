@@ -25,7 +25,7 @@ from .cohort import FlowerCohort
 
 if TYPE_CHECKING:
     from ..federation import Event
-    from ..runner import Result
+    from ..runner import Result, Setup
 
 OURS = ("experiment", "overrides", "out", "resume", "data-dir", "report")
 FAILED = "fedbayes: "
@@ -88,7 +88,19 @@ def serve(grid: Grid, settings: Settings) -> Result:
     experiment = settings.experiment
     setup = runner.prepare(experiment, data_dir=settings.data_dir or None)
     path = Path(settings.out) if settings.out else fresh_directory(runner.DEFAULT_ROOT, experiment.name)
-    cohort = FlowerCohort(
+    cohort = cohort_of(grid, setup)
+    launch = runner.Launch(setup, path, settings.resume, [announce])
+    say(f"run directory: {path.resolve()}")
+    return runner.run_with(cohort, [launch], report=settings.report)[0]
+
+
+def cohort_of(grid: Grid, setup: Setup) -> FlowerCohort:
+    """Return the cohort an experiment asks for: open, or masked where it is private."""
+    from .masked_cohort import MaskedCohort
+
+    experiment = setup.experiment
+    kind = MaskedCohort if experiment.fusion.private else FlowerCohort
+    return kind(
         grid,
         experiment,
         Layout.of(setup.start),
@@ -97,9 +109,6 @@ def serve(grid: Grid, settings: Settings) -> Result:
         shape=tuple(setup.dataset.train.inputs.shape[1:]),
         say=say,
     )
-    launch = runner.Launch(setup, path, settings.resume, [announce])
-    say(f"run directory: {path.resolve()}")
-    return runner.run_with(cohort, [launch], report=settings.report)[0]
 
 
 def say(sentence: str) -> None:
