@@ -86,7 +86,7 @@ class Layout:
         """Return the named tensors of rows (..., size) as views, shape (..., *shape)."""
         parts = rows.split(self.sizes, dim=-1) if self.names else ()
         lead = rows.shape[:-1]
-        return {n: p.view(*lead, *shape) for n, p, shape in zip(self.names, parts, self.shapes, strict=True)}
+        return {n: p.view((*lead, *shape)) for n, p, shape in zip(self.names, parts, self.shapes, strict=True)}
 
     def stack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return stacked tensors (lanes, *shape), in layout order, as rows (lanes, size)."""

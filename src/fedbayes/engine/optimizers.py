@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adam import adam
 
 from ..errors import ConfigError, nearest
 from ..experiment import Local
@@ -125,6 +126,8 @@ def lane_update(
         gradients = clip(gradients, local.clip_norm)
     if local.weight_decay:
         gradients = gradients.add(parameters, alpha=local.weight_decay)
+    if local.optimizer == "adam" and parameters.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _adam_fused(local, split, parameters, gradients, moments, steps, rates)
     steps.add_(1)
     if local.optimizer == "adam":
         _adam(local, split, parameters, gradients, moments, steps, rates)
@@ -149,6 +152,34 @@ def _adam(
     move = torch.sqrt(second).div_(correction).add_(local.eps)
     move = first / move
     _descend(parameters, move, rates / (1 - beta1**steps), split)
+
+
+def _adam_fused(
+    local: Local,
+    split: int,
+    parameters: Tensor,
+    gradients: Tensor,
+    moments: tuple[Tensor, ...],
+    steps: Tensor,
+    rates: Tensor,
+) -> None:
+    """Adam with torch's fused kernel, row by row: one pass over memory instead of seven, which is what counts on a CPU."""
+    whole = rates[:, 0].tolist() == rates[:, 1].tolist()
+    pieces = [(slice(None), 0)] if whole else [(slice(0, split), 0), (slice(split, None), 1)]
+    counts = list(steps.to(torch.float32).unbind())
+    for rate in dict.fromkeys(rates.flatten().tolist()):
+        chosen = [
+            (lane, piece)
+            for lane, pair in enumerate(rates.tolist())
+            for piece, column in pieces
+            if pair[column] == rate
+        ]
+        lists = [[t[lane, piece] for lane, piece in chosen] for t in (parameters, gradients, *moments)]
+        adam(
+            *lists, [], [counts[lane].clone() for lane, _ in chosen], fused=True, amsgrad=False, beta1=local.betas[0],
+            beta2=local.betas[1], lr=rate, weight_decay=0.0, eps=local.eps, maximize=False,
+        )  # fmt: skip
+    steps.add_(1)
 
 
 def _sgd(

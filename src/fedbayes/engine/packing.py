@@ -79,3 +79,12 @@ def narrowest(lengths: Sequence[int], lanes: int, *, block: int = 1, occupancy: 
         if real >= occupancy * lane_steps(pack(lengths, width, block=block, compact=False)):
             return width
     return 1
+
+
+def block_size(lengths: Sequence[int], most: int = 8, waste: float = 0.02) -> int:
+    """Return the largest block up to ``most`` steps whose masked steps at clients' ends are at most a share ``waste``."""
+    real = sum(lengths)
+    for block in range(most, 1, -1):
+        if sum(-(-length // block) * block for length in lengths) <= (1 + waste) * real:
+            return block
+    return 1

@@ -76,9 +76,7 @@ class PlainLoop:
             numbers = {key: value[step] for key, value in augmentation.items()}
             yield s.inputs(indices[step], client, numbers), s.examples.labels[indices[step]], real[step]
 
-    def _step(
-        self, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, real: Tensor, terms: Terms
-    ) -> Tensor:
+    def _step(self, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, real: Tensor, terms: Terms) -> Tensor:
         """Take one step; return (loss, nll)."""
         s = self.setting
         with s.autocast():
