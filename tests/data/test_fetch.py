@@ -23,6 +23,7 @@ from fedbayes.data import (
     render_sources,
     sources,
 )
+from fedbayes.data.commands import render_check
 from fedbayes.data.fetch import human_size
 from fedbayes.errors import DataError
 
@@ -246,6 +247,15 @@ def test_sets_without_files():
         fetch("mine.npz", progress=False)
     with pytest.raises(DataError, match="did you mean 'mnist'"):
         fetch("mnits", progress=False)
+
+
+def test_a_set_from_its_authors_says_where_to_ask(tmp_path):
+    with pytest.raises(DataError, match="'deepship' cannot be fetched: .*deepship"):
+        fetch("deepship", tmp_path, progress=False)
+    (row,) = check("deepship", tmp_path)
+    assert (row.present, row.path) == (False, str(tmp_path / "deepship"))
+    assert render_check("deepship", tmp_path)[1] is False
+    assert render_check("digits", tmp_path)[1] is True
 
 
 def test_every_canonical_file_is_described():

@@ -16,7 +16,7 @@ from .examples import Dataset, Examples
 from .sources import Request, register_source
 from .splits import group_of, stratified_order
 
-Array = np.ndarray | Tensor
+Array = np.ndarray | Tensor | Sequence
 
 KEYS = {
     "inputs": ("inputs", "train_inputs", "x_train", "train_x", "train_images", "images", "x", "data"),
@@ -45,7 +45,8 @@ def from_arrays(
 
     ``inputs``: images (N, C, H, W), (N, H, W, C) or (N, H, W), kept as they are when 8-bit; tables (N, features);
     waveforms (N, channels, samples) with at most 4 channels. Anything but 8-bit images becomes float32. ``labels``:
-    whole numbers, names, or one-hot rows. Without a test part a fifth is set aside, stratified, always the same
+    whole numbers from 0 (kept as they are, so that owners who lack a class agree with those who have it), names
+    (numbered in alphabetical order, or in that of ``classes``), or one-hot rows. Without a test part a fifth is set aside, stratified, always the same
     (whole recordings, where there is a column ``recording``); ``dataset.notes`` says so.
     """
     x, y = as_inputs(inputs, f"{name}: inputs"), as_labels(labels, f"{name}: labels")
@@ -125,12 +126,15 @@ def _classes(parts: list[np.ndarray], given: Sequence[str] | None, name: str) ->
     if len({part.dtype.kind in "US" for part in parts}) > 1:
         raise DataError(f"{name}: training labels and test labels are not of one kind (numbers or names).")
     values = np.unique(np.concatenate(parts))
-    if given is None:
+    if given is None and values.dtype.kind == "U":
         if len(values) < 2:
             raise DataError(
                 f"{name}: the labels have {len(values)} distinct value(s); at least two classes are needed."
             )
         return [torch.from_numpy(np.searchsorted(values, p).astype(np.int64)) for p in parts], tuple(map(str, values))
+    if given is None:
+        # Numbers are kept as they are, never closed up: the owners of a federation may each lack another class.
+        given = [str(c) for c in range(_count(values, name))]
     names = tuple(str(c) for c in given)
     if values.dtype.kind in "US":
         unknown = [v for v in values if v not in names]
@@ -143,6 +147,16 @@ def _classes(parts: list[np.ndarray], given: Sequence[str] | None, name: str) ->
     if values.size and (values[0] < 0 or values[-1] >= len(names)):
         raise DataError(f"{name}: labels run from {values[0]} to {values[-1]}, but {len(names)} classes are named.")
     return [torch.from_numpy(p) for p in parts], names
+
+
+def _count(values: np.ndarray, name: str) -> int:
+    """Return how many classes numbered labels stand for: the largest and one more."""
+    if len(values) < 2 or values[0] < 0 or values[-1] > max(1000, 10 * len(values)):
+        raise DataError(
+            f"{name}: the labels have {len(values)} distinct value(s) from {values.min(initial=0)} to "
+            f"{values.max(initial=0)}; number at least two classes 0, 1, 2, ..., or give names as labels."
+        )
+    return int(values[-1]) + 1
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:

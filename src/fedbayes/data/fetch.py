@@ -211,12 +211,17 @@ def _check_file(remote: Remote, root: Path) -> FileCheck:
 def _readable(source: Source, name: str, root: Path, where: str = "") -> FileCheck:
     """Check a set without canonical files by reading it whole."""
     carried = bool(source.size) and not source.alternatives
+    if source.hint and not source.alternatives:
+        folder = root / source.name
+        where = where or str(folder)
+        if not folder.exists():
+            return FileCheck(where, False, 0, None, source.hint)
     where = where or (
         "in the package" if carried else str(root / source.alternatives[0]) if source.alternatives else name
     )
     if source.alternatives and find(root, source.alternatives) is None:
         return FileCheck(where, False, 0, None, source.hint or "missing")
-    if not carried and not source.alternatives and source.name not in PATH_SOURCES:
+    if not (carried or source.alternatives or source.hint or source.name in PATH_SOURCES):
         return FileCheck("no file", True, 0, True, "made by the program")
     try:
         dataset = source.read(Request(name, root, 0))

@@ -221,4 +221,6 @@ def _means(which: str, train: Examples, shards: Sequence[np.ndarray], test: Exam
 
 
 def _mean(inputs: Tensor) -> Tensor:
+    if len(inputs) == 0:  # a client that holds nothing here (it lives on another machine) has no mean to subtract
+        return torch.zeros(inputs.shape[1:], dtype=torch.float64)
     return (torch.stack([part.double().sum(0) for part in inputs.split(_CHUNK)]).sum(0) / len(inputs)).cpu()
