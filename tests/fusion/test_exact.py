@@ -40,7 +40,9 @@ def test_every_order_and_every_tree_gives_the_same_cells(data, terms):
 def test_error_is_below_two_to_the_minus_70_of_the_largest_term(terms):
     high, low = exact.value(total(terms))
     got, want = Fraction(high.item()) + Fraction(low.item()), sum(map(Fraction, terms))
-    assert abs(got - want) <= len(terms) * (max(abs(Fraction(x)) for x in terms) * Fraction(1, 2**70) + Fraction(2) ** -1000)
+    assert abs(got - want) <= len(terms) * (
+        max(abs(Fraction(x)) for x in terms) * Fraction(1, 2**70) + Fraction(2) ** -1000
+    )
 
 
 def test_many_terms_stay_exact():
@@ -63,4 +65,6 @@ def test_plain_pairs_agree_to_rounding(terms):
     for x in terms:
         exact.deposit_pairs(pairs, torch.tensor([x], dtype=torch.float64))
     want = sum(map(Fraction, terms))
-    assert abs(Fraction(pairs[0].item()) + Fraction(pairs[1].item()) - want) <= Fraction(1, 2**80) * sum(abs(Fraction(x)) for x in terms)
+    assert abs(Fraction(pairs[0].item()) + Fraction(pairs[1].item()) - want) <= Fraction(1, 2**80) * sum(
+        abs(Fraction(x)) for x in terms
+    )

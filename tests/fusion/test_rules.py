@@ -1,5 +1,6 @@
 """Every rule against its formula written independently in exact or NumPy arithmetic, and against its known limits."""
 
+import itertools
 from fractions import Fraction
 
 import numpy as np
@@ -109,7 +110,7 @@ def test_limits_and_inequalities(clients, previous):
     torch.testing.assert_close(variance["wc"], variance["conflation"], rtol=1e-6, atol=0)
     torch.testing.assert_close(variance["ws"], variance["nwa"] / 7, rtol=1e-6, atol=0)
     chain = ["conflation", "llp", "aalv", "wasserstein", "nwa", "lp"]
-    for small, large in zip(chain, chain[1:]):
+    for small, large in itertools.pairwise(chain):
         assert (variance[small] <= variance[large] * (1 + 1e-6)).all(), (small, large)
     assert (variance["ws"] >= variance["conflation"] * (1 - 1e-6)).all()
 

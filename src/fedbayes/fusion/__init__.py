@@ -3,7 +3,7 @@
 from . import averages, mixtures, products  # noqa: F401 - registers the rules
 from .accumulator import Accumulator, Fused, fuse
 from .collapse import collapse_note
-from .rule import Rule, Statistics, WeightSums, get_rule, register, rules
+from .rule import Rule, Statistics, WeightSums, get_rule, register, rules, rules_table
 from .stacked import fuse_stacked
 from .weighting import Weighting, client_weights, get_weighting, pairwise_kl, register_weighting, weightings
 
@@ -24,5 +24,6 @@ __all__ = [
     "register",
     "register_weighting",
     "rules",
+    "rules_table",
     "weightings",
 ]

@@ -43,7 +43,7 @@ class _Moments(Rule):
         w, w_low = weights.total, weights.total_low
         s1, s1_low = total["move"], total.get("move_low", torch.zeros_like(total["move"]))
         s2, s2_low = total["square"], total.get("square_low", torch.zeros_like(total["square"]))
-        a, a_low = two_product(torch.full_like(s2, w), s2)
+        a, a_low = two_product(w, s2)
         b, b_low = two_product(s1, s1)
         a_low, b_low = a_low + w * s2_low + w_low * s2, b_low + 2 * s1 * s1_low
         difference, error = two_sum(a, -b)

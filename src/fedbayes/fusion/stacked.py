@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,29 +53,28 @@ def fuse_stacked(
     near = max(range(len(given)), key=given.__getitem__)
     p = previous if previous is not None and chosen.needs_previous else Gaussian(m[near], v[near])
     w = torch.tensor([chosen.mass(x) for x in given], dtype=torch.float64, device=m.device)[:, None]
-    kernel = (
-        _compiled(chosen, WeightSums.of(map(chosen.mass, given)))
-        if compile
-        else functools.partial(_kernel, chosen, WeightSums.of(map(chosen.mass, given)))
-    )
+    # Sums of weights go in as numbers on the device: new weights every round must not mean a new compilation.
+    sums = torch.tensor(WeightSums.of(map(chosen.mass, given)), dtype=torch.float64, device=m.device)
+    kernel = functools.partial(_compiled(chosen) if compile else functools.partial(_kernel, chosen), sums)
     out = _in_blocks(kernel, m, v, w, p, m.shape[1] if compile or m.is_cuda else _CPU_BLOCK)
     return Gaussian(out.mean.reshape(shape), out.variance.reshape(shape))
 
 
-def _kernel(
-    rule: Rule, sums: WeightSums, m: Tensor, v: Tensor, w: Tensor, pm: Tensor, pv: Tensor
-) -> tuple[Tensor, Tensor]:
+def _kernel(rule: Rule, sums: Tensor, m: Tensor, v: Tensor, w: Tensor, pm: Tensor, pv: Tensor) -> tuple[Tensor, Tensor]:
     """Summarise, add, conclude for a (K, n) block."""
     pivot = Gaussian(pm.double(), pv.double())
     terms = rule.terms_near(Gaussian(m.double(), v.double()), w, pivot)
     total = {key: t.sum(0) for key, t in terms.items()}
-    fused, _ = rule.mend(rule.solve(total, sums, pivot), pivot)
+    fused, _ = rule.mend(rule.solve(total, WeightSums(*sums.unbind()), pivot), pivot)  # pyright: ignore[reportArgumentType]
     return fused.mean.to(m.dtype), fused.variance.to(v.dtype).clamp(min=torch.finfo(v.dtype).tiny)
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(rule: Rule, sums: WeightSums) -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(functools.partial(_kernel, rule, sums), dynamic=False)
+def _compiled(rule: Rule) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Compile the kernel for one rule. Each rule gets its own code object: torch limits recompilations per code object."""
+    code = _kernel.__code__.replace(co_name=f"fuse_{rule.name.replace('-', '_')}")
+    own = types.FunctionType(code, _kernel.__globals__)
+    return torch.compile(functools.partial(own, rule))
 
 
 def _in_blocks(

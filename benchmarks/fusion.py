@@ -1,0 +1,219 @@
+"""How fast posteriors are fused, against a plain copy and against a Flower-style server, all in one run.
+
+    python benchmarks/fusion.py --device cpu --sizes 10x272474 --out fusion.json
+    PYTHONPATH=src python benchmarks/fusion.py --device cuda --out fusion.json
+
+Columns: GB/s counts every number read once and every result written once; ``of copy`` divides by the same figure of ``torch.Tensor.copy_`` on
+the same clients. Needs torch and numpy only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from fedbayes.fusion import Accumulator, fuse_stacked, pairwise_kl, rules
+from fedbayes.posterior import Gaussian, Posterior, kl
+
+CUDA_SIZES = ("100x25000000", "10x272474", "10x25000000", "100x272474")
+CPU_SIZES = ("10x272474", "10x4000000")
+LAYERS = 60
+
+
+def seconds(f: Callable[[], object], device: str, least: float = 0.15, most: int = 50) -> float:
+    """Return the best time of one call, after a warm-up call."""
+    sync = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    f()
+    sync()
+    best, spent, calls = float("inf"), 0.0, 0
+    while calls < 3 or (spent < least and calls < most):
+        start = time.perf_counter()
+        f()
+        sync()
+        took = time.perf_counter() - start
+        best, spent, calls = min(best, took), spent + took, calls + 1
+        if took > 2:
+            break
+    return best
+
+
+def clients(k: int, p: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (K, P) float32 means and variances."""
+    torch.manual_seed(0)
+    means = torch.empty(k, p, device=device).normal_(std=0.05)
+    variances = torch.empty(k, p, device=device).uniform_(1e-4, 4e-4)
+    return means, variances
+
+
+def as_posterior(mean: torch.Tensor, variance: torch.Tensor) -> Posterior:
+    """Return one client as a posterior of LAYERS tensors (views)."""
+    cuts = list(range(0, mean.numel(), -(-mean.numel() // LAYERS)))
+    parts = zip(cuts, [*cuts[1:], mean.numel()])
+    return Posterior({f"layer{i:02d}.weight": (mean[a:b], variance[a:b]) for i, (a, b) in enumerate(parts)})
+
+
+def flower_style(lists: list[list[np.ndarray]], examples: list[int]) -> list[np.ndarray]:
+    """Weighted average as a typical server does it: for each layer, a Python sum over clients of NumPy arrays."""
+    total = sum(examples)
+    weighted = [[layer * n for layer in weights] for weights, n in zip(lists, examples)]
+    return [functools.reduce(np.add, layers) / total for layers in zip(*weighted)]
+
+
+def stacked_rows(k: int, p: int, device: str, compiled: bool, deadline: float, chosen: list[str]) -> Iterator[dict]:
+    """Time every rule on stacked clients."""
+    means, variances = clients(k, p, device)
+    copy = 2 * means.nbytes / seconds(functools.partial(torch.empty_like(means).copy_, means), device) / 1e9
+    yield {"what": "plain copy", "K": k, "P": p, "gb_per_s": copy, "of_copy": 1.0}
+    previous = Gaussian(means[0].clone(), variances[0] * 1.02)
+    traffic = 2 * means.nbytes + 2 * means[0].nbytes
+    for rule in chosen:
+        if time.perf_counter() > deadline:
+            yield {"what": f"{rule}: not run, out of time", "K": k, "P": p}
+            continue
+        needs = previous if rule == "dwc" else None
+        weights = list(range(1, k + 1))
+        call = functools.partial(fuse_stacked, means, variances, weights, rule, needs, compile=compiled)
+        took = seconds(call, device)
+        gb = (traffic + (previous.mean.nbytes * 2 if needs else 0)) / took / 1e9
+        yield {"what": rule, "K": k, "P": p, "seconds": took, "gb_per_s": gb, "of_copy": gb / copy}
+    if device == "cpu" and k * p <= 5e7:
+        yield flower_row(means, variances, copy)
+
+
+def flower_row(means: torch.Tensor, variances: torch.Tensor, copy: float) -> dict:
+    """Time the NumPy loop on the same clients (averaging means and variances: rule nwa)."""
+    k, p = means.shape
+    lists = []
+    for m, v in zip(means, variances):
+        q = as_posterior(m, v)
+        lists.append([t.numpy() for g in q.gaussians.values() for t in g])
+    took = seconds(lambda: flower_style(lists, list(range(1, k + 1))), "cpu")
+    gb = (2 * means.nbytes + 2 * means[0].nbytes) / took / 1e9
+    return {
+        "what": "nwa, Flower-style NumPy loop",
+        "K": k,
+        "P": p,
+        "seconds": took,
+        "gb_per_s": gb,
+        "of_copy": gb / copy,
+    }
+
+
+def streaming_rows(p: int, device: str) -> Iterator[dict]:
+    """Time one client's absorb."""
+    means, variances = clients(2, p, device)
+    a, b = (as_posterior(m, v) for m, v in zip(means, variances))
+    for rule in ("nwa", "conflation", "lp"):
+        for reproducible in (True, False):
+            total = Accumulator(rule, a, a, reproducible=reproducible)
+            names = iter(range(10**9))
+            took = seconds(lambda: total.absorb(b, 1.0, next(names)), device)  # noqa: B023 - called at once
+            kind = "order-free" if reproducible else "plain pairs"
+            gb = 2 * means[0].nbytes / took / 1e9
+            yield {"what": f"absorb one client, {rule}, {kind}", "K": 1, "P": p, "seconds": took, "gb_per_s": gb}
+
+
+def kl_row(device: str, k: int = 100, p: int = 272_474) -> dict:
+    """Time the pairwise KL matrix and compare a few entries with the direct sum."""
+    means, variances = clients(k, p, device)
+    posteriors = {i: as_posterior(means[i], variances[i]) for i in range(k)}
+    matrix = pairwise_kl(posteriors)
+    pairs = [(0, 1), (k - 1, 0), (k // 2, k // 3)]
+    direct = {(i, j): float(kl(posteriors[i], posteriors[j])) for i, j in pairs}
+    error = max(abs(float(matrix[i, j]) / d - 1) for (i, j), d in direct.items())
+    took = seconds(lambda: pairwise_kl(posteriors), device, least=0)
+    return {"what": f"pairwise KL, largest relative error {error:.1e}", "K": k, "P": p, "seconds": took, "error": error}
+
+
+def memory_rows(p: int = 272_474) -> Iterator[dict]:
+    """Peak resident memory of a process that streams K clients, each made when it is its turn."""
+    for k in (10, 1000):
+        command = [sys.executable, __file__, "--stream", f"{k}x{p}"]
+        peak = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        yield {
+            "what": f"peak memory {peak['mib']:.0f} MiB, streaming conflation",
+            "K": k,
+            "P": p,
+            "seconds": peak["seconds"],
+        }
+
+
+def stream(k: int, p: int) -> None:
+    """Child process of ``memory_rows``."""
+    torch.set_num_threads(1)
+    start, total = time.perf_counter(), None
+    for i in range(k):
+        means, variances = clients(1, p, "cpu")
+        posterior = as_posterior(means[0], variances[0])
+        total = total or Accumulator("conflation", posterior)
+        total.absorb(posterior, 1.0, i)
+    assert total is not None
+    total.conclude()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"mib": peak, "seconds": time.perf_counter() - start}))
+
+
+def table(rows: list[dict]) -> str:
+    """Return the rows as Markdown."""
+    lines = ["| what | K | P | ms | GB/s | of copy |", "|---|---|---|---|---|---|"]
+    for r in rows:
+        ms = f"{1000 * r['seconds']:.3g}" if "seconds" in r else ""
+        gb = f"{r['gb_per_s']:.3g}" if "gb_per_s" in r else ""
+        share = f"{100 * r['of_copy']:.0f} %" if "of_copy" in r else ""
+        lines.append(f"| {r['what']} | {r['K']} | {r['P']:,} | {ms} | {gb} | {share} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the measurements asked for and print the table last."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--sizes", nargs="*", help="KxP, e.g. 10x272474")
+    parser.add_argument("--rules", nargs="*", help="default: every rule with a stacked form")
+    parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--memory", action="store_true", help="also measure peak memory for K = 10 and 1,000 (CPU)")
+    parser.add_argument("--budget", type=float, default=75.0, help="seconds after which no further rule is started")
+    parser.add_argument("--out", help="write the rows as JSON here")
+    parser.add_argument("--stream", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.stream:
+        return stream(*map(int, args.stream.split("x")))
+    deadline = time.perf_counter() + args.budget
+    chosen = args.rules or [r.name for r in rules() if not r.draws and r.name != "fedavg"]
+    rows: list[dict] = []
+    for size in args.sizes or (CUDA_SIZES if args.device == "cuda" else CPU_SIZES):
+        k, p = map(int, size.split("x"))
+        for row in stacked_rows(k, p, args.device, not args.eager, deadline, chosen):
+            rows.append(row)
+            print(row, flush=True)
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+            if k * p <= 5e7 and time.perf_counter() < deadline:
+                rows.append(
+                    flower_row(*clients(k, p, "cpu"), copy=rows[-1].get("gb_per_s", 1.0) / rows[-1].get("of_copy", 1.0))
+                )
+    rows += streaming_rows(272_474, args.device)
+    if args.device == "cuda" and time.perf_counter() < deadline:
+        rows += streaming_rows(25_000_000, args.device)
+    if time.perf_counter() < deadline:
+        rows.append(kl_row(args.device))
+    if args.memory:
+        rows += memory_rows()
+    name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    if args.out:
+        with open(args.out, "w") as f:
+            json.dump({"device": name, "torch": torch.__version__, "rows": rows}, f, indent=1)
+    print(f"\n{name}, torch {torch.__version__}\n\n{table(rows)}")
+
+
+if __name__ == "__main__":
+    main()
