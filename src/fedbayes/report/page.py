@@ -365,6 +365,11 @@ def _template() -> Any:
     ).from_string(source)
 
 
+def _unbroken(value: Any) -> Any:
+    """Keep a number and its percent sign on one line."""
+    return value.replace(" %", "\u00a0%") if type(value) is str else value
+
+
 def _css() -> str:
     light, dark = style.css_variables()
     text = resources.files(__package__ or "fedbayes.report").joinpath("page.css").read_text(encoding="utf-8")

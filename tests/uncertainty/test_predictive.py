@@ -1,0 +1,137 @@
+"""Per-input uncertainty against loops written from the formulas."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fedbayes import uncertainty as u
+from fedbayes.uncertainty import _checks
+
+
+def sampled(m=7, n=40, c=5, seed=0, scale=2.0):
+    return torch.softmax(
+        torch.randn(m, n, c, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale, -1
+    )
+
+
+def loops(p):
+    """Fischer eqs. 8 and 9, mutual information: plain Python, one number at a time."""
+    m, n, c = p.shape
+    out = {k: [] for k in ("entropy", "aleatoric", "epistemic", "mutual_information")}
+    for i in range(n):
+        mean = [sum(p[s][i][k] for s in range(m)) / m for k in range(c)]
+        h = -sum(q * math.log(q) for q in mean if q > 0)
+        each = [-sum(q * math.log(q) for q in p[s][i] if q > 0) for s in range(m)]
+        out["entropy"].append(h / math.log(c))
+        out["mutual_information"].append(h - sum(each) / m)
+        out["aleatoric"].append(sum(p[s][i][k] * (1 - p[s][i][k]) for s in range(m) for k in range(c)) / m)
+        out["epistemic"].append(sum((p[s][i][k] - mean[k]) ** 2 for s in range(m) for k in range(c)) / m)
+    return out
+
+
+def test_per_example_equals_loops():
+    p = sampled()
+    p[:, 0] = torch.eye(5, dtype=torch.float64)[2]  # exactly 0 and 1, all samples agreed
+    p[:, 1] = torch.eye(5, dtype=torch.float64)[torch.arange(7) % 2]  # exactly 0 and 1, samples disagree
+    found = u.per_example(p)
+    for name, expected in loops(p.numpy()).items():
+        np.testing.assert_allclose(found[name].numpy(), expected, rtol=1e-12, atol=1e-15, err_msg=name)
+    assert found["entropy"][0] == 0
+    assert found["mutual_information"][1] == pytest.approx(found["entropy"][1] * math.log(5))
+
+
+def test_covariances_are_kwons_matrices():
+    p = sampled(m=4, n=6, c=3)
+    aleatoric, epistemic = u.covariances(p)
+    for i in range(6):
+        q = p[:, i].numpy()
+        mean = q.mean(0)
+        a = sum(np.diag(x) - np.outer(x, x) for x in q) / 4
+        e = sum(np.outer(x - mean, x - mean) for x in q) / 4
+        np.testing.assert_allclose(aleatoric[i], a, atol=1e-15)
+        np.testing.assert_allclose(epistemic[i], e, atol=1e-15)
+        # total variance of a one-hot draw from the mean (law of total variance)
+        np.testing.assert_allclose(aleatoric[i] + epistemic[i], np.diag(mean) - np.outer(mean, mean), atol=1e-15)
+    values = u.per_example(p)
+    torch.testing.assert_close(aleatoric.diagonal(dim1=1, dim2=2).sum(-1), values["aleatoric"])
+    torch.testing.assert_close(epistemic.diagonal(dim1=1, dim2=2).sum(-1), values["epistemic"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("samples", [1, 3, 25])
+def test_equal_samples_have_exactly_no_epistemic_uncertainty(dtype, samples):
+    one = sampled(m=1, n=200, c=10).to(dtype)
+    values = u.per_example(one.expand(samples, -1, -1))
+    for name in ("epistemic", "mutual_information", "predictive_variance"):
+        assert (values[name] == 0).all(), name
+    torch.testing.assert_close(u.predictive_mean(one.expand(samples, -1, -1)), one[0].double(), rtol=0, atol=0)
+
+
+def test_tiny_spread_is_not_lost():
+    """The thesis reports predictive variances of 1e-11: they must survive float32 inputs of that spread."""
+    base = torch.full((2, 1, 2), 0.5, dtype=torch.float64)
+    base[0, 0] += torch.tensor([1e-6, -1e-6], dtype=torch.float64)
+    assert float(u.per_example(base)["epistemic"][0]) == pytest.approx(2 * 0.25e-12, rel=1e-6)
+
+
+def test_predictive_variance_readings():
+    p = sampled()
+    variance = p.numpy().var(0)
+    np.testing.assert_allclose(u.predictive_variance(p), variance.sum(-1), rtol=1e-12)
+    np.testing.assert_allclose(u.predictive_variance(p, "mean"), variance.mean(-1), rtol=1e-12)
+    top = p.mean(0).argmax(-1).numpy()
+    np.testing.assert_allclose(u.predictive_variance(p, "predicted"), variance[np.arange(40), top], rtol=1e-12)
+    torch.testing.assert_close(u.predictive_variance(p), u.per_example(p)["epistemic"])
+    with pytest.raises(u.UncertaintyError, match="reading"):
+        u.predictive_variance(p, "median")  # type: ignore[arg-type]
+
+
+def test_ties_go_to_the_first_class():
+    p = torch.tensor([[[0.4, 0.2, 0.4], [0.25, 0.5, 0.25]]])
+    assert u.per_example(p)["prediction"].tolist() == [0, 1]
+    uniform = torch.full((3, 2, 4), 0.25)
+    values = u.per_example(uniform)
+    assert values["prediction"].tolist() == [0, 0]
+    assert values["entropy"].tolist() == [1.0, 1.0]
+
+
+def test_chunks_change_nothing(monkeypatch):
+    p = sampled(n=101).float()
+    y = torch.arange(101) % 5
+    whole, table = u.per_example(p), u.summarize(p, y)
+    monkeypatch.setattr(_checks, "CHUNK_ELEMENTS", 7 * 5 * 3)
+    for name, value in u.per_example(p).items():
+        torch.testing.assert_close(value, whole[name], rtol=1e-13, atol=1e-15)
+    assert u.summarize(p, y) == pytest.approx(table, rel=1e-12)
+
+
+def test_one_class_one_example():
+    assert u.per_example(torch.ones(2, 1, 1))["entropy"].tolist() == [0.0]
+    assert len(u.per_example(sampled(n=1))["entropy"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (torch.ones(4, 3), r"probabilities\[None\]"),
+        (torch.ones(2, 0, 3), "empty"),
+        (torch.ones(1, 2, 3, dtype=torch.int64), "floating-point"),
+        (torch.randn(2, 3, 4), "softmax"),
+        (torch.full((1, 2, 4), 0.5), "sum to 2"),
+        (torch.tensor([[[0.5, 0.5], [float("nan"), 0.5]]]), "example 1 in sample 0 are not finite"),
+        (torch.tensor([[[0.5, 0.5], [float("inf"), 0.5]]]), "not finite"),
+        (torch.tensor([[[1.5, -0.5]]]), "no probabilities"),
+    ],
+)
+def test_what_is_no_probability_gets_one_sentence(bad, words):
+    with pytest.raises(u.UncertaintyError, match=words):
+        u.per_example(bad)
+
+
+def test_arrays_are_welcome():
+    p = sampled(n=4)
+    labels = u.per_example(p)["prediction"].numpy()
+    labels[0] = (labels[0] + 1) % 5  # one error, so that every number is defined
+    assert u.summarize(p.numpy(), labels) == u.summarize(p, torch.as_tensor(labels))
