@@ -56,9 +56,11 @@ network = bayesianize(Network(), "flipout")  # convolutions and linear layers ge
 result = fedbayes.run(experiment, dataset=own_data(), model=network)
 
 test = result.metrics("test")
-print(f"accuracy {test['accuracy']:.3f}, NLL {test['nll']:.3f}, ECE {test['ece']:.3f}, epistemic {test['epistemic']:.4f}")
+print(
+    f"accuracy {test['accuracy']:.3f}, NLL {test['nll']:.3f}, ECE {test['ece']:.3f}, epistemic {test['epistemic']:.4f}"
+)
 
 prediction = result.predictor()(own_data().test.inputs[:5])
-for label, sure, doubt in zip(prediction.classes, prediction.confidence, prediction.epistemic):
+for label, sure, doubt in zip(prediction.names, prediction.confidence, prediction.epistemic):
     print(f"class {label}  probability {sure:.2f}  epistemic uncertainty {doubt:.4f}")
 print(f"report: {result.path / 'report.html'}")

@@ -41,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def usage() -> str:
     """Return the overview of commands."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name.ljust(width)}  {(function.__doc__ or '').splitlines()[0]}" for name, function in COMMANDS.items()]
+    lines = [
+        f"  {name.ljust(width)}  {(function.__doc__ or '').splitlines()[0]}" for name, function in COMMANDS.items()
+    ]
     return "usage: fedbayes COMMAND ...   (fedbayes COMMAND --help tells more)\n\n" + "\n".join(lines)
 
 
@@ -258,7 +260,7 @@ def experiments(arguments: list[str]) -> int:
 def rules(arguments: list[str]) -> int:
     """List the fusion rules: aliases, formula, papers, what each does to the variance, when to use it."""
     _parser("rules", rules.__doc__).parse_args(arguments)
-    from .fusion import rules_table
+    from .fusion.catalogue import rules_table
 
     print(rules_table())
     return 0
@@ -344,18 +346,23 @@ def deploy(arguments: list[str]) -> int:
         return 0
     options, extra = parsed
     if not options.local:
-        raise ConfigError("deploy starts nodes on this machine only with --local; docs/deploying.md has the real thing.")
+        raise ConfigError(
+            "deploy starts nodes on this machine only with --local; docs/deploying.md has the real thing."
+        )
     experiment = experiment_from(options.experiment, extra)
     from . import runner
     from .flower.deploy import rehearse
+    from .progress import Progress
     from .rundir import fresh_directory
 
     runner.check_names(experiment)
     out = Path(options.out) if options.out else fresh_directory(runner.DEFAULT_ROOT, experiment.name)
-    return rehearse(
+    result = rehearse(
         experiment, nodes=options.nodes, run_dir=out, insecure=options.insecure, resume=options.resume,
-        data_dir=options.data_dir,
+        data_dir=options.data_dir, listeners=[Progress(experiment.rounds, f"{experiment.name} over Flower")],
     )  # fmt: skip
+    print_result(result)
+    return 0
 
 
 def recipes(arguments: list[str]) -> int:

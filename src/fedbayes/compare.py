@@ -122,9 +122,7 @@ def _same_or_refuse(cell: Cell) -> None:
         )
 
 
-def _groups(
-    cells: Sequence[Cell], data_dir: Any, shared: bool, most: int
-) -> list[list[tuple[Cell, runner.Setup]]]:
+def _groups(cells: Sequence[Cell], data_dir: Any, shared: bool, most: int) -> list[list[tuple[Cell, runner.Setup]]]:
     groups: list[list[tuple[Cell, runner.Setup]]] = []
     for cell in cells:
         setup = runner.prepare(cell.experiment, data_dir=data_dir)

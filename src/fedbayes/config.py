@@ -255,7 +255,11 @@ def check(experiment: Experiment, source: str = "configuration") -> None:
         raise ConfigError(f"{source}: 'partition.column' must name a column when 'partition.scheme' is column.")
     if e.partition.scheme != "column" and e.partition.clients < 1:
         raise ConfigError(f"{source}: 'partition.clients' must be at least 1, not {e.partition.clients}.")
-    taken = e.data.validation + e.pretrain.fraction + (e.distill.fraction if e.distill.enabled and not e.distill.data else 0)
+    taken = (
+        e.data.validation
+        + e.pretrain.fraction
+        + (e.distill.fraction if e.distill.enabled and not e.distill.data else 0)
+    )
     if taken >= 1:
         raise ConfigError(
             f"{source}: 'data.validation', 'pretrain.fraction' and 'distill.fraction' together take {taken:g} of the "
@@ -296,5 +300,3 @@ def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     return repr(value)
-
-

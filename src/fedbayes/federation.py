@@ -40,8 +40,12 @@ class Distiller(Protocol):
     """What turns a round's fused posterior and client models into a better one (FedBE)."""
 
     def __call__(
-        self, fused: Posterior, clients: Mapping[int, Posterior], weights: Mapping[int, float],
-        previous: Posterior, round: int,
+        self,
+        fused: Posterior,
+        clients: Mapping[int, Posterior],
+        weights: Mapping[int, float],
+        previous: Posterior,
+        round: int,
     ) -> tuple[Posterior, list[Event]]:
         """Return the distilled posterior and events to log (ensembles evaluated on the way)."""
         ...  # fmt: skip
@@ -258,7 +262,9 @@ class Federation:
         for client in [c for c, m in moves.items() if m > limit * median]:
             del current.held[client], current.arrived[client]
             ratio = moves[client] / max(median, 1e-300)
-            self._refuse(client, "", f"its mean moved {ratio:.3g} times as far as the median client's (limit {limit:g})")
+            self._refuse(
+                client, "", f"its mean moved {ratio:.3g} times as far as the median client's (limit {limit:g})"
+            )
 
     def _check_quorum(self, current: _Round) -> None:
         needed = max(1, math.ceil(self.experiment.participation.quorum * len(current.clients) - 1e-9))
@@ -402,7 +408,10 @@ def options(experiment: Experiment) -> dict[str, str]:
 
 def move(posterior: Posterior, previous: Posterior) -> float:
     """Return the Euclidean length of the step from one posterior's means and float points to another's."""
-    total = sum(float((g.mean.double() - previous.gaussians[n].mean.double()).square().sum()) for n, g in posterior.gaussians.items())
+    total = sum(
+        float((g.mean.double() - previous.gaussians[n].mean.double()).square().sum())
+        for n, g in posterior.gaussians.items()
+    )
     total += sum(
         float((t.double() - previous.points[n].double()).square().sum())
         for n, t in posterior.points.items()

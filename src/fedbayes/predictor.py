@@ -40,7 +40,15 @@ def save_card(
     Only the server's row of the transform is kept: the clients' own means (``data.mean = "client"``) are theirs.
     """
     folder = Path(folder)
-    card = {
+    write_atomically(folder / CARD, json.dumps(card_of(dataset, model), indent=1).encode())
+    tensors = {"scale": transform.scale, "shift": transform.shift[-1:]}
+    blob = save({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()})
+    write_atomically(folder / TRANSFORM, blob)
+
+
+def card_of(dataset: Dataset, model: nn.Module) -> dict[str, Any]:
+    """Return what a predictor must know beside experiment, posterior and transform."""
+    return {
         "schema": 1,
         "data": dataset.name,
         "classes": list(dataset.classes),
@@ -48,10 +56,6 @@ def save_card(
         "input_type": str(dataset.train.inputs.dtype).removeprefix("torch."),
         "network": f"{type(model).__module__}.{type(model).__qualname__}",
     }
-    write_atomically(folder / CARD, json.dumps(card, indent=1).encode())
-    tensors = {"scale": transform.scale, "shift": transform.shift[-1:]}
-    blob = save({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()})
-    write_atomically(folder / TRANSFORM, blob)
 
 
 @dataclass(frozen=True, eq=False)

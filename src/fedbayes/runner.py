@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -42,6 +43,9 @@ from .nn import NETWORKS, build, posterior_of
 from .objective import kl_divisor
 from .posterior import Posterior
 from .rundir import RunDirectory, fresh_directory, write_atomically
+
+if TYPE_CHECKING:
+    from .predictor import Predictor
 
 DEFAULT_ROOT = Path("runs")
 
@@ -84,11 +88,14 @@ class Result:
     events: list[Event]
     path: Path | None = None
 
-    def predictor(self) -> Any:
-        """Return a ``Predictor`` with the best posterior."""
-        from .predictor import Predictor
+    def predictor(self, device: str = "auto") -> Predictor:
+        """Return what predicts with the best posterior (as ``fedbayes.load`` does from the run directory)."""
+        from .nn import load_posterior
+        from .predictor import Predictor, card_of
 
-        return Predictor(self.setup.model, self.best, self.setup.transform, self.setup.dataset.classes, self.setup.experiment)
+        s = self.setup
+        network = load_posterior(copy.deepcopy(s.model), self.best)
+        return Predictor(s.experiment, self.best, network, s.transform, card_of(s.dataset, s.model), device, self.path)
 
     def metrics(self, split: str = "test", model: str = "global") -> dict[str, float]:
         """Return the metrics of a split at the best round (chosen on validation; the last where there is none)."""
@@ -221,7 +228,10 @@ def make_federation(
         from .distill import RoundDistiller
 
         distiller = RoundDistiller(setup.model, setup.unlabelled, setup.transform, setup.experiment, judge)
-    return Federation(
+    kind = Federation
+    if setup.experiment.fusion.private or setup.experiment.privacy.clip > 0 or setup.experiment.privacy.noise > 0:
+        from .privacy.federation import PrivateFederation as kind  # sums only, clipped and noised
+    return kind(
         setup.experiment, setup.start, cohort,
         judge=judge, directory=directory, distiller=distiller, listeners=listeners, run=run,
     )  # fmt: skip
@@ -239,7 +249,9 @@ def pretrain(setup: Setup, listeners: Sequence[Callable[[Event], None]] = ()) ->
                          dataclasses.replace(e.local, keep_state=True), lone.engine, samples=e.objective.samples)  # fmt: skip
     judge = Evaluator(setup.model, server.splits(), setup.transform, e)
     if "validation" not in judge.splits:
-        raise ConfigError("'pretrain.fraction' needs a validation set for early stopping: set 'data.validation' above 0.")
+        raise ConfigError(
+            "'pretrain.fraction' needs a validation set for early stopping: set 'data.validation' above 0."
+        )
     judge.splits = {"validation": judge.splits["validation"]}
     best, best_accuracy, waited, posterior = setup.start, -math.inf, 0, setup.start
     size = len(setup.server)
@@ -309,7 +321,9 @@ def check_names(experiment: Experiment) -> None:
             f"{nearest(experiment.partition.scheme, SCHEMES)}"
         )
     if ":" not in experiment.model.name and experiment.model.name not in NETWORKS:
-        raise ConfigError(f"'model.name' {experiment.model.name!r} is no network; {nearest(experiment.model.name, NETWORKS)}")
+        raise ConfigError(
+            f"'model.name' {experiment.model.name!r} is no network; {nearest(experiment.model.name, NETWORKS)}"
+        )
     get_source(experiment.data.name)
 
 
@@ -395,10 +409,10 @@ def _start(launch: Launch, directory: RunDirectory | None, cohort: Cohort, run: 
     if launch.resume and federation.restore():
         return federation
     if directory is not None:
-        from .predictor import save_card
-
         directory.truncate_metrics(0)
         write_atomically(directory.path / "partition.json", json.dumps(partition_json(setup)).encode())
+        from .predictor import save_card
+
         save_card(directory.path, setup.experiment, setup.dataset, setup.transform, setup.model)
     if len(setup.server):
         federation.posterior = pretrain(setup, launch.listeners)

@@ -159,9 +159,7 @@ def test_epochs_drawn_per_client_and_round():
     assert min(epochs) >= 1
     assert max(epochs) <= 20
     assert len(set(epochs)) > 5
-    assert epochs == [
-        a.epochs for a in make({"local.epochs_max": 20}, Known(dict.fromkeys(range(50), 3))).begin()
-    ]
+    assert epochs == [a.epochs for a in make({"local.epochs_max": 20}, Known(dict.fromkeys(range(50), 3))).begin()]
 
 
 def test_collapse_is_said_once():
