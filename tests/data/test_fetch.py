@@ -250,7 +250,7 @@ def test_sets_without_files():
 
 
 def test_a_set_from_its_authors_says_where_to_ask(tmp_path):
-    with pytest.raises(DataError, match="'deepship' cannot be fetched: .*deepship"):
+    with pytest.raises(DataError, match=r"'deepship' cannot be fetched: .*deepship"):
         fetch("deepship", tmp_path, progress=False)
     (row,) = check("deepship", tmp_path)
     assert (row.present, row.path) == (False, str(tmp_path / "deepship"))

@@ -88,6 +88,10 @@ def _names(meta: dict[bytes, Any], key: bytes) -> tuple[str, ...]:
     return tuple(n.decode() if isinstance(n, bytes) else str(n) for n in meta[key])
 
 
+def _addresses(name: str) -> tuple[str, ...]:
+    return (f"https://www.cs.toronto.edu/~kriz/{name}", f"https://cave.cs.toronto.edu/kriz/{name}")
+
+
 _LICENCE = "free for research"
 
 
@@ -100,7 +104,7 @@ _LICENCE = "free for research"
     files=(
         Remote(
             "cifar-10-python.tar.gz",
-            ("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",),
+            _addresses("cifar-10-python.tar.gz"),
             170498071,
             "md5:c58f30108f718f92721af3b95e74349a",
             also=("cifar10/cifar-10-python.tar.gz",),
@@ -128,7 +132,7 @@ def cifar10(request: Request) -> Dataset:
     files=(
         Remote(
             "cifar-100-python.tar.gz",
-            ("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",),
+            _addresses("cifar-100-python.tar.gz"),
             169001437,
             "md5:eb9058c3a382ffc7106e4002c42a8d85",
             also=("cifar100/cifar-100-python.tar.gz",),
