@@ -209,10 +209,12 @@ def _check_shape(source: str, published: Published, cells: list[Cell], derived: 
 # -- scales --------------------------------------------------------------------------------------------------------
 
 SMOKE: dict[str, Any] = {
-    "data.limit": 200, "data.test_limit": 60, "rounds": 1, "evaluation.samples": 2, "evaluation.every": 1,
-    "local.epochs": 1, "local.epochs_max": 0, "distill.epochs": 2, "distill.swa_start": 0, "distill.swa_cycle": 1,
-    "distill.samples": 1, "distill.batch_size": 16, "pretrain.epochs": 1, "engine.lanes": 1,
+    "data.limit": 100, "data.test_limit": 40, "rounds": 1, "evaluation.samples": 2, "evaluation.every": 1,
+    "partition.minimum": 2, "partition.minor_examples": 1, "local.epochs": 1, "local.epochs_max": 0,
+    "distill.epochs": 2, "distill.swa_start": 0, "distill.swa_cycle": 1, "distill.samples": 1, "distill.batch_size": 16,
+    "pretrain.epochs": 1,
 }  # fmt: skip
+SMOKE_CLIENTS = 5
 QUICK: dict[str, Any] = {"data.limit": 5000, "data.test_limit": 2000, "evaluation.samples": 10}
 
 
@@ -222,9 +224,11 @@ def _scaled(cell: Cell, table: Mapping[str, Any], scale: str, source: str) -> Ce
         return cell
     e = cell.experiment
     if scale == "smoke":
-        changes = dict(SMOKE)
-        if e.model.kind == "deterministic":
-            changes.pop("evaluation.samples")
+        clients = min(e.partition.clients, SMOKE_CLIENTS)
+        fraction = min(1.0, e.participation.fraction * e.partition.clients / clients)
+        changes = SMOKE | {
+            "partition.clients": clients, "participation.fraction": fraction, "local.batch_size": min(e.local.batch_size, 20),
+        }  # fmt: skip
     else:
         rounds = max(1, min(e.rounds, 10))
         changes = {**QUICK, "rounds": rounds, "evaluation.every": 1, "local.epochs": min(e.local.epochs, 5)}

@@ -18,6 +18,10 @@ RunMany = Callable[[Sequence[tuple[str, Experiment, Path]]], None]
 """Runs experiments (label, experiment, directory), resuming what is unfinished."""
 
 
+AT_ONCE = 12
+"""Cells handed to one grid: enough to share launches, few enough that their data fit into memory."""
+
+
 @dataclass(frozen=True)
 class Reproduction:
     """What ``reproduce`` gives back: the verdicts, where runs and page are, and what could not be run."""
@@ -157,7 +161,8 @@ def run_with_lanes(data_dir: str | Path | None) -> RunMany:
         from ..compare import run_grid
 
         cells = [GridCell(label, {}, e.seed, e, path) for label, e, path in items]
-        run_grid(cells, data_dir=data_dir)
+        for start in range(0, len(cells), AT_ONCE):  # every prepared cell holds its data set
+            run_grid(cells[start : start + AT_ONCE], data_dir=data_dir)
 
     return run
 

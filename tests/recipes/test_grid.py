@@ -1,0 +1,157 @@
+"""Recipes: the loader's checks, the readings, the scales."""
+
+import pytest
+
+from fedbayes import config, recipes
+from fedbayes.errors import ConfigError
+from fedbayes.recipes.grid import digest, parse_recipe
+from fedbayes.recipes.published import place
+
+
+def cell(recipe, **at):
+    return next(c.experiment for c in recipe.cells if c.at == place(at))
+
+
+@pytest.mark.parametrize("name", recipes.recipe_names())
+@pytest.mark.parametrize("scale", ["full", "quick", "smoke"])
+def test_every_recipe_loads_at_every_scale_and_its_experiments_are_possible(name, scale):
+    recipe = recipes.load_recipe(name, scale)
+    assert recipe.cells
+    for c in recipe.cells:
+        config.check(c.experiment)
+        assert config.loads(config.dumps(c.experiment)) == c.experiment
+    if recipe.kind == "table":
+        assert recipe.published is not None
+
+
+def test_fischer_table_2_is_the_papers_grid():
+    recipe = recipes.load_recipe("fischer-table-2")
+    assert len(recipe.cells) == 60
+    assert recipe.seeds == 3
+    e = cell(recipe, model="flipout", rule="lp", weighting="max-discrepancy", partition="2-class")
+    assert (e.rounds, e.local.epochs, e.local.batch_size, e.local.learning_rate) == (400, 1, 32, 1e-3)
+    assert (e.fusion.rule, e.fusion.weighting) == ("lp", "max-discrepancy-nearest")
+    assert (e.partition.scheme, e.partition.classes_per_client, e.partition.clients) == ("shards", 2, 10)
+    assert (e.model.name, e.model.kind, e.objective.prior_std, e.model.dropout) == ("resnet20", "flipout", 10.0, 0.2)
+    assert (e.schedule.name, e.schedule.silent, e.schedule.decay, e.schedule.reading) == (
+        "exponential",
+        50,
+        0.04,
+        "exp",
+    )
+
+
+def test_readings_change_what_they_name_and_only_where_they_apply():
+    at = {"model": "flipout", "rule": "ws", "weighting": "max-discrepancy", "partition": "dirichlet-0.5"}
+    plain = cell(recipes.load_recipe("fischer-table-2"), **at)
+    other = cell(
+        recipes.load_recipe("fischer-table-2", readings={"max_discrepancy": "farthest", "dirichlet": "unequal"}), **at
+    )
+    changed = {k for k, v in config.flatten(other).items() if config.get(plain, k) != v}
+    assert changed == {"fusion.weighting", "partition.scheme"}
+    iid = {**at, "partition": "iid"}
+    assert (
+        cell(recipes.load_recipe("fischer-table-2", readings={"dirichlet": "unequal"}), **iid).partition.scheme == "iid"
+    )
+
+
+def test_loomis_fedavg_is_a_reading_for_gaussians_only():
+    recipe = recipes.load_recipe("loomis-table-4.2", readings={"fedavg_flipout": "ws"})
+    assert cell(recipe, model="flipout", prior="10", rule="fedavg", partition="iid").fusion.rule == "ws"
+    assert cell(recipe, model="deterministic", prior="none", rule="fedavg", partition="iid").fusion.rule == "fedavg"
+    flip1 = cell(recipe, model="flipout", prior="1", rule="fediv", partition="iid")
+    assert (flip1.data.augment, flip1.objective.prior_std, flip1.fusion.rule) == ("none", 1.0, "conflation")
+
+
+def test_both_signs_of_precision_weighting():
+    at = {"batch": 200, "dataset": "mnist", "rule": "precision"}
+    assert cell(recipes.load_recipe("reyes-table-2"), **at).fusion.options == ("sign=inverse",)
+    assert cell(recipes.load_recipe("reyes-table-2", readings={"sign": "fisher"}), **at).fusion.options == (
+        "sign=fisher",
+    )
+
+
+def test_fedbe_methods_share_their_clients():
+    recipe = recipes.load_recipe("fedbe-table-1")
+    at = {"partition": "step", "network": "fedbe-convnet"}
+    be, avg = cell(recipe, method="fedbe", **at), cell(recipe, method="fedavg", **at)
+    assert be.distill.enabled
+    assert be.distill.swa == "cyclical"
+    assert not avg.distill.enabled
+    assert be.data.validation + be.distill.fraction == avg.data.validation == 0.2
+    assert be.local == avg.local
+    one = next(c for c in recipe.cells if dict(c.at)["method"] == "1-ensemble")
+    assert (one.model, one.experiment.rounds, one.experiment.local.epochs) == ("1-ensemble", 1, 200)
+    mixed = cell(recipes.load_recipe("fedbe-table-2"), method="fedbe+fedprox", **at)
+    assert mixed.distill.enabled
+    assert mixed.objective.proximal == 0.01
+    assert mixed.fusion.server_momentum == 0
+    assert cell(recipes.load_recipe("fedbe-table-2"), method="fedavgm", **at).fusion.server_momentum == 0.9
+
+
+def test_figures_use_the_cells_of_their_tables():
+    table = {digest(c.experiment) for c in recipes.load_recipe("fischer-table-2").cells}
+    figure = recipes.load_recipe("fischer-figure-7")
+    assert {digest(c.experiment) for c in figure.cells} <= table
+    assert {(dict(c.at)["model"], dict(c.at)["rule"]) for c in figure.cells} == {("dropout", "nwa"), ("flipout", "ws")}
+    assert len(figure.cells) == 4
+
+
+def minimal(**changes):
+    rules = [{"at": {"rule": r}, "set": {"fusion.rule": r}} for r in ("nwa", "ws", "lp", "wc", "conflation")]
+    table = {
+        "title": "t", "paper": "p", "kind": "table", "published": "fischer-table-5",
+        "axis": [{"value": [{"at": {"partition": "iid"}}]}, {"value": rules}],
+    }  # fmt: skip
+    return {**table, **changes}
+
+
+def test_a_grid_that_matches_its_table_is_taken():
+    assert len(parse_recipe("mine", minimal()).cells) == 5
+
+
+def test_a_missing_cell_is_refused():
+    table = minimal()
+    table["axis"][1]["value"].pop()
+    with pytest.raises(
+        ConfigError, match=r"does not match Table 5.*lacks the cell partition=iid rule=conflation \(4 cells here, 5"
+    ):
+        parse_recipe("mine", table)
+
+
+def test_an_extra_cell_is_refused():
+    table = minimal()
+    table["axis"][1]["value"].append({"at": {"rule": "aalv"}, "set": {}})
+    with pytest.raises(ConfigError, match="was not printed: partition=iid rule=aalv"):
+        parse_recipe("mine", table)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": "tabel"}, "did you mean 'table'"),
+        ({"sedes": 3}, "unknown key 'sedes'; did you mean 'seeds'"),
+        ({"readings": {"lr_decays": "exp"}}, "did you mean 'lr_decay'"),
+        ({"readings": {"lr_decay": "expo"}}, "did you mean 'exp'"),
+        ({"base": {"fusion": {"rul": "ws"}}}, "fusion.rule"),
+        ({"only": [{"rule": ["none-such"]}]}, "leaves no cell"),
+    ],
+)
+def test_mistakes_are_one_sentence(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_recipe("mine", minimal(**changes))
+
+
+def test_unknown_names():
+    with pytest.raises(ConfigError, match="did you mean 'fischer-table-2'"):
+        recipes.load_recipe("fisher-table-2")
+    with pytest.raises(ConfigError, match="scale 'medium'"):
+        recipes.load_recipe("fischer-table-2", "medium")
+    with pytest.raises(ConfigError, match="no reading 'sign'"):
+        recipes.load_recipe("fischer-table-2", readings={"sign": "fisher"})
+
+
+def test_runs_are_told_apart_by_what_they_compute():
+    a = recipes.load_recipe("fischer-table-5").cells[0].experiment
+    assert digest(a) == digest(config.override(a, {"name": "other", "checkpoint_every": 7}))
+    assert digest(a) != digest(config.override(a, {"seed": 1}))
