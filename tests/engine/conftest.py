@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -55,7 +56,7 @@ def norm_net(seed: int = 0) -> nn.Module:
 def split(sizes: Sequence[int]) -> list[np.ndarray]:
     """Return disjoint shards of these sizes."""
     ends = np.cumsum([0, *sizes])
-    return [np.arange(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [np.arange(a, b) for a, b in itertools.pairwise(ends)]
 
 
 def assign(start: Posterior, clients: int, **fields: object) -> list[Assignment]:

@@ -15,12 +15,14 @@ from ..data import Examples, Transform
 from ..errors import ConfigError, RunError
 from ..experiment import Engine, Local
 from .choice import choose_lanes
+from .graph import GraphLoop
 from .lanes import LaneLoop
 from .layout import StateLayout
 from .optimizers import Memory, moments_of
 from .plain import PlainLoop
 from .setting import Capture, Job, Outcome, Setting, resolve_device
 
+Loop = PlainLoop | LaneLoop | GraphLoop
 Shards = Sequence[np.ndarray] | Sequence[Sequence[np.ndarray]]
 
 
@@ -132,9 +134,13 @@ class LocalCohort:
         memory = self._memories.get((assignment.run, assignment.client)) if self.setting.local.keep_state else None
         return Job(assignment, shards[assignment.client], memory)
 
-    def _loop(self, lanes: int) -> PlainLoop | LaneLoop:
+    def _loop(self, lanes: int) -> Loop:
         if lanes not in self._loops:
-            self._loops[lanes] = PlainLoop(self.setting) if lanes == 1 else LaneLoop(self.setting, lanes)
+            graph = self.setting.engine.compile and self.setting.device.type == "cuda"
+            if lanes == 1:
+                self._loops[lanes] = PlainLoop(self.setting)
+            else:
+                self._loops[lanes] = (GraphLoop if graph else LaneLoop)(self.setting, lanes)
         return self._loops[lanes]
 
     def _update(self, outcome: Outcome, started: float) -> Update:
@@ -151,7 +157,7 @@ class LocalCohort:
         }
         return Update(a.client, a.round, outcome.posterior, len(outcome.job.shard), metrics, a.run)
 
-    def _measure(self, loop: PlainLoop | LaneLoop, jobs: Sequence[Job], lanes: int, seconds: float) -> None:
+    def _measure(self, loop: Loop, jobs: Sequence[Job], lanes: int, seconds: float) -> None:
         steps = [job.steps(self.setting.local) for job in jobs]
         plain = isinstance(loop, PlainLoop)
         done = sum(steps) if plain else loop.lane_steps

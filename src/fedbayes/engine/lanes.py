@@ -82,12 +82,12 @@ class _Run:
             if job in self.lane_of and self.lane_of[job] != lane:
                 moves[lane] = self.lane_of[job]
         self.rows.move(moves)
-        for lane, job in enumerate(segment.jobs):
-            if job not in self.lane_of:
-                self.rows.load(lane, self.jobs[job])
-                self.batches[job] = self.jobs[job].batches(self.setting)
-                self.losses[job] = []
-            self.lane_of[job] = lane
+        new = {lane: job for lane, job in enumerate(segment.jobs) if job not in self.lane_of}
+        self.rows.load({lane: self.jobs[job] for lane, job in new.items()})
+        for job in new.values():
+            self.batches[job] = self.jobs[job].batches(self.setting)
+            self.losses[job] = []
+        self.lane_of = {job: lane for lane, job in enumerate(segment.jobs)}
 
     def _inputs(self, segment: Segment) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield inputs (lanes, batch, ...), labels and weights step by step, made a stretch of steps at a time."""
@@ -143,7 +143,6 @@ class _Run:
 
     def _outcome(self, job: int, lane: int, posterior: Posterior, divergence: float) -> Outcome:
         batches = self.batches.pop(job)
-        del self.lane_of[job]
         if self.rows.captured is not None:
             count = batches.steps - second_half(batches.steps, batches.tail)
             posterior = with_moment(posterior, self.rows.moment(lane, count))

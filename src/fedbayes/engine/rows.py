@@ -52,6 +52,11 @@ class Rows:
     def _zeros(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(self.lanes, size, dtype=dtype, device=self.setting.device)
 
+    def forget(self) -> None:
+        """Drop what was kept about the last launch's starts and priors; to be called before a new launch."""
+        self._starts.clear()
+        self._priors.clear()
+
     def tensors(self) -> list[Tensor]:
         """Return every matrix that has one row a lane."""
         optional = (self.prior_mean, self.prior_variance, self.anchor, self.captured)
@@ -68,30 +73,41 @@ class Rows:
             for matrix in self.tensors():
                 matrix[to] = matrix[source]
 
-    def load(self, lane: int, job: Job) -> None:
-        """Put a client on a lane: its start, a fresh or remembered optimiser, its coefficients."""
-        a = job.assignment
-        row, others = self._start(job)
-        self.parameters[lane] = row
-        for dtype, other in others.items():
-            self.others[dtype][lane] = other
-        self._load_optimizer(lane, job.memory, Rates.of(self.setting.local, a.learning_rate))
-        self.client[lane] = a.client
-        self.scalars[lane] = torch.tensor(
-            [a.kl_weight / a.divisor, a.l2, a.proximal, a.prior_std**2, a.divisor]
-        )  # fmt: skip
-        if self.anchor is not None:
-            self.anchor[lane] = row
-        if self.captured is not None:
-            self.captured[lane] = 0
-        if self.prior_mean is not None and self.prior_variance is not None:
-            self.prior_mean[lane], self.prior_variance[lane] = self._prior(job)
+    def load(self, seats: Mapping[int, Job]) -> None:
+        """Put clients on lanes: their starts, fresh or remembered optimisers, their coefficients."""
+        if not seats:
+            return
+        device, index = self.setting.device, torch.tensor(list(seats), device=self.setting.device)
+        assignments = [job.assignment for job in seats.values()]
+        self._load_starts(seats)
+        self.client[index] = torch.tensor([a.client for a in assignments], device=device)
+        self.scalars[index] = torch.tensor(
+            [[a.kl_weight / a.divisor, a.l2, a.proximal, a.prior_std**2, a.divisor] for a in assignments], device=device
+        )
+        rates = [Rates.of(self.setting.local, a.learning_rate) for a in assignments]
+        self.rates[index] = torch.tensor([[r.mean, r.sigma] for r in rates], dtype=torch.float64, device=device)
+        for matrix in (self.steps, *self.moments.values(), *((self.captured,) if self.captured is not None else ())):
+            matrix[index] = 0
+        for lane, job in seats.items():
+            if job.memory is not None:
+                self.steps[lane] = job.memory.steps
+                for name, matrix in self.moments.items():
+                    matrix[lane] = job.memory.rows[name].to(device)
+            if self.prior_mean is not None and self.prior_variance is not None:
+                self.prior_mean[lane], self.prior_variance[lane] = self._prior(job)
 
-    def _load_optimizer(self, lane: int, memory: Memory | None, rates: Rates) -> None:
-        self.steps[lane] = 0 if memory is None else memory.steps
-        for name, matrix in self.moments.items():
-            matrix[lane] = 0 if memory is None else memory.rows[name].to(matrix.device)
-        self.rates[lane] = torch.tensor([rates.mean, rates.sigma], dtype=torch.float64)
+    def _load_starts(self, seats: Mapping[int, Job]) -> None:
+        by_start: dict[int, list[int]] = {}
+        for lane, job in seats.items():
+            by_start.setdefault(id(job.assignment.start), []).append(lane)
+        for lanes in by_start.values():
+            row, others = self._start(seats[lanes[0]])
+            index = torch.tensor(lanes, device=self.setting.device)
+            self.parameters[index] = row
+            if self.anchor is not None:
+                self.anchor[index] = row
+            for dtype, other in others.items():
+                self.others[dtype][index] = other
 
     def _start(self, job: Job) -> tuple[Tensor, dict[torch.dtype, Tensor]]:
         """Return the start's rows, converted once for all clients of a launch that share it."""
