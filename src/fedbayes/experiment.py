@@ -63,8 +63,8 @@ class Model:
     """mlp, cnn, lenet, resnet20 ... resnet56, reyes-mnist, reyes-cifar, fedbe-convnet, spectrogram-cnn, waveform-cnn, or package.module:function for your own."""
     kind: Literal["deterministic", "dropout", "flipout", "local", "sample"] = "flipout"
     """How it is Bayesian: not at all, MC-dropout, Flipout, local reparameterisation, direct weight sampling."""
-    init: Literal["he", "tfp", "bflp", "torch"] = "he"
-    """Initial means and sigmas: he (He means, constant sigma), tfp (mu~N(0,.1), rho~N(-3,.1)), bflp, torch (the layer's own means, constant sigma)."""
+    init: Literal["he", "xavier", "tfp", "bflp", "torch"] = "he"
+    """Initial means and sigmas: he (He means, constant sigma), xavier (Glorot-uniform means, constant sigma), tfp (mu~N(0,.1), rho~N(-3,.1)), bflp, torch (the layer's own means, constant sigma)."""
     sigma: float = 0.02
     """Initial sigma of every Gaussian weight (he, torch)."""
     dropout: float = 0.2

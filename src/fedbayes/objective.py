@@ -91,11 +91,11 @@ def client_prior(
 
 
 def annealed(kl_weight: float, round: int, kl_anneal: int) -> float:
-    """Return the KL weight of a round (the first is 1): it rises linearly to full over ``kl_anneal`` rounds.
+    """Return the KL weight of a round (the first is 1): it rises linearly and is full from round ``kl_anneal`` on.
 
     Annealing lets the means find a good region before the prior pulls; the bound itself holds only at full weight.
     """
-    return kl_weight * min(1.0, round / (kl_anneal + 1)) if kl_anneal > 0 else kl_weight
+    return kl_weight * min(1.0, round / kl_anneal) if kl_anneal > 0 else kl_weight
 
 
 def gaussian_kl(
