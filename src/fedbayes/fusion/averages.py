@@ -49,7 +49,7 @@ class WS(Rule):
     """σ² = Σ w²σₖ²: the variance of a weighted sum of independent Gaussian variables (Fischer eq. 11; Ozer GAA)."""
 
     name: ClassVar[str] = "ws"
-    aliases: ClassVar[tuple[str, ...]] = ("gaa", "weighted-sum")
+    aliases: ClassVar[tuple[str, ...]] = ("gaa", "weighted-sum", "arithmetic-varscale")
     formula: ClassVar[str] = "μ = Σ wₖμₖ; σ² = Σ wₖ²σₖ²"
     papers: ClassVar[str] = "Fischer 2024 eq. (11) WS; Ozer 2022 GAA; Loomis 2023 §2.3"
     effect: ClassVar[str] = "divides it by about K each round"

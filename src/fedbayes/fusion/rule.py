@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -170,7 +171,18 @@ def rules_table() -> str:
 
 
 def get_rule(name: str | Rule, **options: Any) -> Rule:
-    """Return the rule of that name or alias, with options given as values or as text ("population", "1000")."""
+    """Return the rule of that name or alias, with options given as values or as text ("population", "1000").
+
+    A name may be ``package.module:rule``: the module is imported first, so that rules of your own work in configuration files.
+    """
+    if isinstance(name, str) and ":" in name:
+        module, name = name.split(":", 1)
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(
+                f"the module '{module}' of the fusion rule '{name}' cannot be imported ({error})."
+            ) from None
     if isinstance(name, Rule):
         return dataclasses.replace(name, **_converted(type(name), options)) if options else name
     found = _NAMES.get(_key(name))
