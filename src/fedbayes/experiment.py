@@ -337,7 +337,7 @@ class Sonar:
     """Synthetic sea: seconds per recording."""
     traffic: float = 0.0
     """Synthetic sea: Dirichlet concentration of the vessel classes at each site (0: all alike; small: unequal)."""
-    snr: tuple[float, float] = (-6.0, 12.0)
+    snr: tuple[float, float] = (3.0, 18.0)
     """Synthetic sea: signal-to-noise ratios are drawn between these, dB in the band from 20 Hz to half the rate."""
 
 
