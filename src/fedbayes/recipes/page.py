@@ -89,7 +89,7 @@ def _where(recipe: Recipe) -> str:
 
 def _tally(verdicts: Sequence[Verdict]) -> str:
     count = Counter(v.word for v in verdicts)
-    return ", ".join(f"{count[w]} {'cell' if count[w] == 1 else 'cells'} {w}" for w in WORDS if count[w])
+    return ", ".join(f"{w}: {count[w]}" for w in WORDS) + f" (of {len(verdicts)} printed numbers)" if verdicts else ""
 
 
 def write_page(

@@ -93,6 +93,8 @@ def run_path(experiment: Experiment, out: Path) -> Path:
         e.partition.scheme,
         f"s{e.seed}",
     ]
+    if e.distill.enabled:
+        parts.insert(-1, f"{e.distill.distribution}_{e.distill.swa}")
     words = "-".join(p.replace("/", "_").removesuffix(".npz") for p in parts)
     return out / "runs" / f"{words}-{digest(e)}"
 
