@@ -98,6 +98,11 @@ def annealed(kl_weight: float, round: int, kl_anneal: int) -> float:
     return kl_weight * min(1.0, round / kl_anneal) if kl_anneal > 0 else kl_weight
 
 
+def _zero(parameters: Mapping[str, Tensor]) -> Tensor:
+    """A scalar on the parameters' device, so that no sum starts on another one."""
+    return next(iter(parameters.values())).new_zeros(())
+
+
 def gaussian_kl(
     parameters: Mapping[str, Tensor], prior_mean: Mapping[str, Tensor], prior_variance: Mapping[str, Tensor]
 ) -> Tensor:
@@ -107,13 +112,13 @@ def gaussian_kl(
     element by element, so that near the prior nothing cancels in the sum, and with log r rather than log r², so that it
     holds far below the square root of the smallest number.
     """
-    total: Tensor | float = 0.0
+    total = _zero(parameters)
     for name in gaussian_names(parameters):
         precision = prior_variance[name].rsqrt()
         ratio = F.softplus(parameters[name + RHO]) * precision
         shift = (parameters[name] - prior_mean[name]) * precision
         total = total + (0.5 * (ratio.square() + shift.square() - 1) - ratio.log()).sum()
-    return torch.as_tensor(total)
+    return total
 
 
 def squared_weights(parameters: Mapping[str, Tensor]) -> Tensor:
@@ -122,21 +127,21 @@ def squared_weights(parameters: Mapping[str, Tensor]) -> Tensor:
     Biases, batch-norm parameters and Gaussian weights (their prior is their penalty) do not count.
     """
     gaussian = set(gaussian_names(parameters))
-    total: Tensor | float = 0.0
+    total = _zero(parameters)
     for name, t in parameters.items():
         if name.rpartition(".")[2] == "weight" and t.dim() > 1 and name not in gaussian:
             total = total + t.square().sum()
-    return torch.as_tensor(total)
+    return total
 
 
 def proximal_point(parameters: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) -> Tensor:
     """Return 1/2 · |w - w_start|² over the deterministic parameters: FedProx (Li et al. 2020) without its mu."""
     gaussian = set(gaussian_names(parameters))
-    total: Tensor | float = 0.0
+    total = _zero(parameters)
     for name, t in parameters.items():
         if name not in gaussian and not name.endswith(RHO):
             total = total + 0.5 * (t - anchor[name]).square().sum()
-    return torch.as_tensor(total)
+    return total
 
 
 def proximal_kl(parameters: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) -> Tensor:

@@ -323,3 +323,10 @@ def test_impossible_objectives_are_refused() -> None:
     wrong = nn.posterior_of(nn.build("cnn", input_shape=(1, 8, 8), width=8))
     with pytest.raises(PosteriorError, match=r"the prior's 'conv1.weight' has shape \(8, 1, 3, 3\)"):
         objective.make_terms(assignment(prior=wrong), parameters)
+
+
+def test_a_deterministic_network_without_penalties_has_none_on_every_lane() -> None:
+    lanes = [{n: t.float() for n, t in network("deterministic", seed=s).items()} for s in (0, 2)]
+    terms = [objective.make_terms(assignment(), lane) for lane in lanes]
+    stacked = {n: torch.stack([lane[n] for lane in lanes]) for n in lanes[0]}
+    assert torch.vmap(objective.penalty)(stacked, objective.stack_terms(terms)).tolist() == [0.0, 0.0]
