@@ -168,4 +168,4 @@ def node_setup(asked: RecordDict, node_config: Mapping[str, Any], client: int) -
 def _setup(asked: RecordDict, home: Home) -> Setup:
     about = asked.config_records["experiment"]
     shape = tuple(int(n) for n in str(about["shape"]).split(",") if n)
-    return prepare_home(str(about["toml"]), home, int(about["classes"]), shape)  # type: ignore[arg-type]
+    return prepare_home(str(about["toml"]), home, int(str(about["classes"])), shape)

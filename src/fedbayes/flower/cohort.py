@@ -19,8 +19,9 @@ from .. import __version__, config
 from ..cohort import Assignment, Update
 from ..errors import RunError
 from ..experiment import Experiment
+from ..posterior import Posterior
 from .codecs import Layout, get_codec
-from .records import payload_bytes, put_assignments, take_updates
+from .records import payload_bytes, put_assignments, put_posterior, take_updates
 from .registry import Member, Registry
 
 POLL_SECONDS = 0.3
@@ -71,6 +72,7 @@ class FlowerCohort:
         get_codec(experiment.transport.wire)
         self.registry = Registry(clients, layout, experiment.transport.nodes)
         self._trained: dict[int, int] = {}
+        self._start: tuple[Posterior, RecordDict] | None = None  # the round's global posterior, encoded once
         self._statistics: dict[str, Any] = {}
 
     # -- who is there --------------------------------------------------------------------------------------------
@@ -155,7 +157,11 @@ class FlowerCohort:
     def message(self, member: Member, assignments: Sequence[Assignment], ttl: float | None) -> Message:
         """Make the message that carries one node's assignments."""
         record = RecordDict({"experiment": self._about})
-        put_assignments(record, assignments, self.experiment.transport.wire)
+        start = assignments[0].start
+        if self._start is None or self._start[0] is not start:
+            self._start = (start, RecordDict())
+            put_posterior(self._start[1], "start", start)
+        put_assignments(record, assignments, self.experiment.transport.wire, self._start[1])
         for a in assignments:
             record.config_records["wire"][f"trained-{a.client}"] = self._trained.get(a.client, 0)
         return Message(record, member.node, MessageType.TRAIN, ttl=ttl, group_id=str(assignments[0].round))

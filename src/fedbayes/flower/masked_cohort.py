@@ -70,7 +70,7 @@ class MaskedRound:
         first = self.assignments[min(self.assignments)]
         self.cohort._trained |= dict.fromkeys(clients, first.round)
         self.cohort._statistics = self._statistics(present)
-        values, clipped = plain[: -len(METRICS) - 1], int(round(plain[-1]))
+        values, clipped = plain[: -len(METRICS) - 1], round(float(plain[-1]))
         return MaskedTotal(
             client=-1,
             round=first.round,
@@ -157,12 +157,10 @@ class MaskedRound:
     def _reveal(self, present: Sequence[int], dropped: Sequence[int]) -> dict[int, list[bytes]]:
         record = RecordDict({"sum": ConfigRecord({"present": list(present), "dropped": list(dropped)})})
         found: dict[int, list[bytes]] = {}
-        answered = 0
-        for _, reply in self._ask("reveal", dict.fromkeys(present, record)):
+        for answered, (_, reply) in enumerate(self._ask("reveal", dict.fromkeys(present, record)), 1):
             shares: Any = reply.config_records["shares"]
             for n, share in shares.items():
                 found.setdefault(int(n), []).append(share)
-            answered += 1
             if answered >= self.threshold:
                 break
         return found

@@ -286,10 +286,8 @@ class _signals_held:
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)  # each process leads its own session, so its group is its pid
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _kill(pid: int) -> None:

@@ -16,7 +16,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from .. import __version__
 from ..cohort import Assignment, Update
-from ..errors import PosteriorError
+from ..errors import FedBayesError, PosteriorError
 from ..posterior import Posterior
 from ..seeds import numpy_rng
 from .codecs import Layout, get_codec
@@ -53,10 +53,18 @@ def take_posterior(record: RecordDict, name: str, reference: Posterior | None = 
     return get_codec(str(about["codec"])).decode(plain, Layout.parse(str(about["layout"])), reference)
 
 
-def put_assignments(record: RecordDict, assignments: Sequence[Assignment], codec: str = "float32") -> None:
-    """Add the assignments of one node; they start from one posterior, which travels once, exactly."""
+def put_assignments(
+    record: RecordDict, assignments: Sequence[Assignment], codec: str = "float32", start: RecordDict | None = None
+) -> None:
+    """Add the assignments of one node; they start from one posterior, which travels once, exactly.
+
+    ``start`` is a record that holds that posterior already, so that a round's messages share its arrays.
+    """
     first = assignments[0]
-    put_posterior(record, "start", first.start)
+    if start is None:
+        put_posterior(record, "start", first.start)
+    else:
+        record["start"], record["start-layout"] = start["start"], start["start-layout"]
     separate_prior = first.prior is not None and first.prior is not first.start
     if first.prior is not None and separate_prior:
         put_posterior(record, "prior", first.prior)
@@ -124,7 +132,7 @@ def take_updates(record: RecordDict, start: Posterior) -> Iterator[Update | tupl
                 metrics=dict(zip(names, values)),  # type: ignore[arg-type]
                 run=int(plain["run"]),  # type: ignore[arg-type]
             )
-        except (PosteriorError, KeyError, TypeError, ValueError) as error:
+        except (FedBayesError, KeyError, TypeError, ValueError) as error:
             yield number, str(error)
             continue
         yield update

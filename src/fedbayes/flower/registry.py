@@ -73,7 +73,10 @@ class Registry:
 
     def enter(self, node: int, reply: RecordDict | str) -> list[str]:
         """Take a node's answer to the census; return sentences worth telling (why it was refused, say)."""
-        reason = self._objection(reply)
+        try:
+            reason = self._objection(reply)
+        except (KeyError, TypeError, ValueError):
+            reason = "its answer to the census cannot be read."
         if reason:
             self.refused[node] = reason
             return [f"{self.label(node)} is refused: {reason}"]
@@ -106,6 +109,8 @@ class Registry:
             theirs = Layout.parse(str(about["layout"]))
         except PosteriorError:
             return "its model layout cannot be read."
+        if len(_numbers(about["clients"])) != len(_numbers(about["sizes"])) or not isinstance(about["own-data"], bool):
+            raise ValueError
         return layout_difference(theirs, self.layout, "it", "the server")
 
     def _place(self, member: Member) -> list[str]:

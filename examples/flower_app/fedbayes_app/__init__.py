@@ -1,0 +1,1 @@
+"""A thin Flower app; everything is in ``fedbayes.flower``."""
