@@ -178,7 +178,10 @@ def print_result(result: Any) -> None:
     values = {k: [v] for k, v in result.metrics("test").items()}
     fusion = next((e["fusion"] for e in reversed(result.events) if e["kind"] == "round"), {})
     values["sigma"] = [(fusion.get("sigma") or {}).get("mean") or 0.0]
-    print(render([Row(result.setup.experiment.name, values)]))
+    rows = [Row(result.setup.experiment.name, values)]
+    for split in sorted({e["split"] for e in result.events if e.get("split", "").startswith("test:")}):
+        rows.append(Row("  " + split.removeprefix("test:"), {k: [v] for k, v in result.metrics(split).items()}))
+    print(render(rows))
     for event in result.events:
         if event["kind"] == "note":
             print(f"note (round {event['round']}): {event['text']}")

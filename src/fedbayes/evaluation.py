@@ -75,7 +75,21 @@ class Evaluator:
                     "metrics": metrics,
                 }
             )
+            found += [{**found[-1], **part} for part in self._by_owner(split, p)]
         return found
+
+    def _by_owner(self, split: str, p: Tensor) -> list[dict[str, Any]]:
+        """Return the test metrics owner by owner (hospital, site) where the clients are natural ones."""
+        partition = self.experiment.partition
+        if split != "test" or partition.scheme != "column" or partition.column not in self.splits[split].columns:
+            return []
+        owners, labels = self.splits[split].columns[partition.column], self.splits[split].labels.cpu()
+        parts = []
+        for value in np.unique(owners):
+            rows = torch.from_numpy(np.flatnonzero(owners == value))
+            metrics = uncertainty.summarize(p[:, rows], labels[rows], bins=self.experiment.evaluation.bins)
+            parts.append({"split": f"test:{value}", "examples": len(rows), "metrics": metrics})
+        return parts
 
     def save_predictions(self, posterior: Posterior, round: int, folder: Any) -> dict[str, Tensor]:
         """Write ``predictions-SPLIT.npz`` for every split: what the report and ``--reject`` are made of."""

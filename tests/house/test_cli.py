@@ -1,0 +1,122 @@
+"""The command line: overrides, sentences for mistakes, exit codes; help that explains every field."""
+
+import pytest
+
+from fedbayes import cli, config
+from fedbayes.rundir import is_finished
+
+QUICK = [
+    "--rounds", "1", "--partition.clients", "3", "--data.limit", "200", "--data.test-limit", "60",
+    "--evaluation.samples", "2", "--engine.lanes", "1",
+]  # fmt: skip
+
+
+def test_run_compare_report_predict_end_to_end(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "run"
+    assert cli.main(["run", "digits", "--out", str(out), "--quiet", *QUICK]) == 0
+    printed = capsys.readouterr().out
+    assert "accuracy" in printed
+    assert str(out / "report.html") in printed
+    assert (out / "report.html").stat().st_size > 10_000
+    assert config.read(out).partition.clients == 3
+    assert cli.main(["run", str(out / "config.toml"), "--out", str(out)]) == 2
+    assert "--resume" in capsys.readouterr().err
+    grid = [
+        "compare",
+        "digits",
+        "--vary",
+        "fusion=nwa,conflation",
+        "--seeds",
+        "2",
+        "--out",
+        str(tmp_path / "grid"),
+        "--quiet",
+    ]
+    assert cli.main([*grid, *QUICK]) == 0
+    assert "4 runs done now" in capsys.readouterr().out
+    assert cli.main([*grid, *QUICK]) == 0
+    again = capsys.readouterr().out
+    assert "0 runs done now, 4 were finished before" in again
+    assert "fusion=nwa" in again
+    assert sum(is_finished(p) for p in (tmp_path / "grid").iterdir() if p.is_dir()) == 4
+
+
+def test_central_training_is_one_client(tmp_path):
+    assert cli.main(["run", "digits", "--central", "--out", str(tmp_path / "c"), "--quiet", *QUICK]) == 0
+    e = config.read(tmp_path / "c")
+    assert (e.partition.clients, e.local.keep_state) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rnu"], "'run'"),
+        (["run", "digts"], "'digits'"),
+        (["run", "digits", "--partition.alhpa", "1"], "'partition.alpha'"),
+        (["run", "digits", "--alpha", "1"], "'partition.alpha'"),
+        (["run", "digits", "--rounds", "many"], "whole number"),
+        (["run", "digits", "--rounds"], "needs a value"),
+        (["run", "digits", "--fusion.rule", "nwaa"], "'nwa'"),
+        (["run", "digits", "--data.name", "mnist", "--data-dir", "/nowhere"], "mnist"),
+        (["run", "digits", "stray"], "'stray'"),
+        (["run", "digits", "--resume"], "--out"),
+        (["compare", "digits", "--vary", "fusion"], "key=value"),
+        (["compare", "digits", "--vary", "fusio=nwa"], "fusio"),
+        (["data", "fetch"], "name the data set"),
+        (["data", "check", "mnits"], "mnist"),
+        (["deploy", "digits"], "--local"),
+        (["report", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_leaves_nothing(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.rglob("*.toml")) == []
+
+
+def test_overrides_in_every_spelling():
+    words = [
+        "--local.learning-rate", "0.5", "--local.batch_size=7", "--local.keep-state", "--local.betas", "0.8", "0.9",
+        "--fusion", "ws", "--distill.no-refresh-batchnorm",
+    ]  # fmt: skip
+    e = cli.experiment_from("digits", words)
+    assert (e.local.learning_rate, e.local.batch_size, e.local.keep_state) == (0.5, 7, True)
+    assert (e.local.betas, e.fusion.rule, e.distill.refresh_batchnorm) == ((0.8, 0.9), "ws", False)
+
+
+def test_help_explains_every_field(capsys):
+    assert cli.main(["run", "--help"]) == 0
+    text = capsys.readouterr().out
+    missing = [k for k in config.keys() if k.replace("_", "-") not in text]
+    assert missing == []
+    assert cli.main([]) == 0
+    overview = capsys.readouterr().out
+    assert all(name in overview for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+def test_every_command_has_help(command, capsys):
+    try:
+        assert cli.main([command, "--help"]) == 0
+    except SystemExit as stop:
+        assert stop.code == 0
+    assert command in capsys.readouterr().out
+
+
+def test_tables_of_the_command_line(capsys):
+    assert cli.main(["rules"]) == 0
+    rules = capsys.readouterr().out
+    assert all(
+        word in rules for word in ("nwa", "eaa", "conflation", "fediv", "needs previous global: yes", "max-discrepancy")
+    )
+    assert cli.main(["experiments"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in config.builtin_names())
+    assert cli.main(["partition", "digits"]) == 0
+    assert "client 9" in capsys.readouterr().out
+    assert cli.main(["data", "list"]) == 0
+    assert "cifar10" in capsys.readouterr().out

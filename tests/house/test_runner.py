@@ -1,0 +1,173 @@
+"""Whole runs on embedded data: files, repeatability, shared launches, grids, pre-training, every rule by name."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import fedbayes
+from fedbayes import Posterior, compare, config, runner
+from fedbayes.errors import ConfigError, RunError
+from fedbayes.fusion import rules
+from fedbayes.rundir import is_finished, read_events
+
+SMALL = {
+    "rounds": 2, "partition.clients": 4, "data.limit": 300, "data.test_limit": 100, "evaluation.samples": 3,
+    "engine.lanes": 1, "local.epochs": 1,
+}  # fmt: skip
+
+
+def small(**changes):
+    named = {k.replace("__", "."): v for k, v in changes.items()}
+    return config.override(config.read("digits"), {**SMALL, **named})
+
+
+def test_a_run_leaves_its_files_and_repeats_to_the_bit(tmp_path):
+    first = fedbayes.run(small(), tmp_path / "a", report=False)
+    again = fedbayes.run(config.read(tmp_path / "a"), tmp_path / "b", report=False)
+    assert again.posterior.same_bits(first.posterior)
+    assert again.metrics() == first.metrics()
+    kinds = [e["kind"] for e in read_events(tmp_path / "a")]
+    assert kinds[0] == "start"
+    assert kinds[-1] == "end"
+    assert kinds.count("round") == 2
+    assert {p.name for p in (tmp_path / "a").iterdir()} >= {
+        "config.toml", "metrics.jsonl", "final.safetensors", "best.safetensors", "checkpoint.safetensors",
+        "partition.json", "predictions-test.npz", "predictions-validation.npz", "predictor.json",
+    }  # fmt: skip
+    assert Posterior.load(tmp_path / "a" / "final.safetensors").same_bits(first.posterior)
+
+
+def test_other_seeds_give_other_posteriors():
+    assert not fedbayes.run(small(seed=1), write=False).posterior.same_bits(
+        fedbayes.run(small(), write=False).posterior
+    )
+
+
+def test_threads_do_not_change_what_a_client_sees():
+    before = torch.get_num_threads()
+    shards = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        shards.append([s.tolist() for s in runner.prepare(small()).shards])
+    torch.set_num_threads(before)
+    assert shards[0] == shards[1]
+
+
+@pytest.mark.parametrize("rule", [r.name for r in rules()])
+def test_every_rule_runs_by_name(rule):
+    kind = "deterministic" if rule in ("fedavg", "precision") else "flipout"
+    result = fedbayes.run(small(fusion=rule, model__kind=kind, rounds=1), write=False)
+    assert all(torch.isfinite(g.mean).all() and (g.variance > 0).all() for g in result.posterior.gaussians.values())
+    assert 0 <= result.metrics()["accuracy"] <= 1
+
+
+@pytest.mark.parametrize("kind", ["deterministic", "dropout", "flipout", "local", "sample"])
+def test_every_kind_of_network_learns(kind):
+    result = fedbayes.run(small(model__kind=kind, rounds=6, local__epochs=4, data__limit=0), write=False)
+    assert result.metrics()["accuracy"] > 0.6
+    assert (result.metrics()["epistemic"] == 0) == (kind == "deterministic")
+
+
+def test_best_round_is_chosen_on_validation_only():
+    result = fedbayes.run(small(rounds=5), write=False)
+    scores = {e["round"]: e["metrics"]["nll"] for e in result.events if e.get("split") == "validation"}
+    assert result.best_round == min(scores, key=scores.get)
+    assert result.metrics() == next(
+        e["metrics"] for e in result.events if e.get("split") == "test" and e["round"] == result.best_round
+    )
+
+
+def test_server_shares_are_disjoint_and_nothing_is_lost():
+    s = runner.prepare(small(pretrain__fraction=0.2, distill__enabled="true", distill__fraction=0.2))
+    parts = [*s.shards, s.validation, s.server]
+    used = torch.cat([torch.from_numpy(p) for p in parts])
+    assert len(used) == len(used.unique())
+    assert len(used) + len(s.unlabelled) == len(s.dataset.train)
+
+
+def test_pretraining_stops_early_and_is_the_start():
+    s = runner.prepare(small(pretrain__fraction=0.3, pretrain__epochs=4, pretrain__patience=1, data__limit=0))
+    seen = []
+    start = runner.pretrain(s, [seen.append])
+    assert 1 <= len(seen) <= 4
+    assert not start.same_bits(s.start)
+    judge = runner.make_federation(s, runner.local_cohort([s]), None).judge
+    assert judge(start, 1)[0]["metrics"]["accuracy"] > judge(s.start, 1)[0]["metrics"]["accuracy"]
+    with pytest.raises(ConfigError, match="validation"):
+        runner.pretrain(runner.prepare(small(pretrain__fraction=0.3, data__validation=0)))
+
+
+def test_shared_launch_equals_separate_runs():
+    """Deterministic networks, so that lanes and rounding are all that differ."""
+    variants = [
+        small(model__kind="deterministic", fusion="fedavg", engine__lanes=6, **change)
+        for change in ({}, {"seed": 1, "data__limit": 0}, {"local__learning_rate": 0.001})
+    ]
+    variants = [config.override(v, {"data.limit": 0, "data.test_limit": 0}) for v in variants]
+    setups = [runner.prepare(v) for v in variants]
+    assert all(runner.share_a_launch(setups[0], s) for s in setups)
+    together = runner.run_setups([runner.Launch(s) for s in setups])
+    for setup, one in zip(setups, together, strict=True):
+        plain = dataclasses.replace(setup.experiment, engine=dataclasses.replace(setup.experiment.engine, lanes=1))
+        alone = fedbayes.run(plain, write=False)
+        for name, tensor in alone.posterior.points.items():
+            torch.testing.assert_close(one.posterior.points[name], tensor, rtol=2e-3, atol=2e-5)
+
+
+def test_a_grid_runs_once_and_is_averaged(tmp_path):
+    axes = compare.parse_vary(["fusion=nwa,ws", "local.betas=[0.9,0.99],[0.8,0.9]"])
+    assert axes["local.betas"] == ["[0.9,0.99]", "[0.8,0.9]"]
+    cells = compare.grid(small(rounds=1), {"fusion": axes["fusion"]}, 2, tmp_path)
+    assert len(compare.run_grid(cells)) == 4
+    assert compare.run_grid(cells) == []
+    table = compare.rows(cells)
+    assert [r.label for r in table] == ["fusion=nwa", "fusion=ws"]
+    values = table[0].values["accuracy"]
+    assert table[0].mean("accuracy") == pytest.approx(sum(values) / 2)
+    assert "±" in compare.render(table)
+    assert all(is_finished(c.path) for c in cells)
+    other = compare.grid(small(rounds=1, local__learning_rate=0.5), {"fusion": ["nwa", "ws"]}, 2, tmp_path)
+    with pytest.raises(RunError, match="learning_rate"):
+        compare.run_grid(other)
+
+
+def test_a_wrong_value_stops_a_grid_before_it_starts(tmp_path):
+    with pytest.raises(ConfigError, match=r"--vary.*partition\.alpha"):
+        compare.grid(small(), {"partition.alpha": ["1", "x"]}, 1, tmp_path)
+    with pytest.raises(ConfigError, match="key=value"):
+        compare.parse_vary(["fusion"])
+
+
+def test_own_network_and_arrays():
+    from fedbayes.data import Dataset, Examples
+
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 5, generator=g)
+    y = (x[:, 0] + x[:, 1] > 0).long()
+    mine = Dataset("mine", Examples(x[:200], y[:200]), Examples(x[200:], y[200:]), ("no", "yes"))
+    torch.manual_seed(0)
+    network = fedbayes.bayesianize(
+        torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)), "flipout"
+    )
+    e = small(rounds=8, data__limit=0, data__test_limit=0, local__epochs=4, local__learning_rate=0.01)
+    result = fedbayes.run(e, dataset=mine, model=network, write=False)
+    assert result.metrics()["accuracy"] > 0.85
+    prediction = result.predictor("cpu")(x[200:])
+    assert prediction.probabilities.shape == (100, 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("fusion.rule", "nwaa", "nwa"),
+        ("fusion.weighting", "sizes", "size"),
+        ("partition.scheme", "dirichlett", "dirichlet"),
+        ("model.name", "resnet21", "did you mean .resnet"),
+        ("data.name", "digitz", "digits"),
+        ("partition.clients", 5000, "5000"),
+    ],
+)
+def test_impossible_requests_are_refused_before_any_work(key, value, words):
+    with pytest.raises(fedbayes.errors.FedBayesError, match=words):
+        runner.prepare(config.override(config.read("digits"), {key: value}))
