@@ -193,19 +193,40 @@ def _scaling(how: str, inputs: Tensor) -> tuple[Tensor, Tensor]:
         width = torch.where(high > low, high - low, 1.0)
         return (1 / width).view(shape), (-low / width).view(shape)
     if how == "standard":
-        mean, deviation = _moments(inputs, others)
+        mean, deviation = _moments(inputs)
         return (1 / deviation).view(shape), (-mean / deviation).view(shape)
     raise ConfigError(f"data.scale '{how}' does not exist; valid are: unit, standard, none.")
 
 
-def _moments(inputs: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation over ``dims``, in float64; a constant channel has deviation 1."""
-    n = inputs.numel() // inputs.shape[1]
-    mean = torch.stack([part.double().sum(dims) for part in inputs.split(_CHUNK)]).sum(0) / n
-    centre = mean.view(1, -1, *(1,) * (inputs.ndim - 2))
-    variance = torch.stack([(part.double() - centre).square().sum(dims) for part in inputs.split(_CHUNK)]).sum(0) / n
-    deviation = variance.sqrt()
-    return mean.cpu(), torch.where(deviation > 0, deviation, 1.0).cpu()
+def _sum(inputs: Tensor, power: int = 1) -> Tensor:
+    """Sum inputs (or their squares) over the examples, in float64; exactly, when they are 8-bit."""
+    if inputs.dtype == torch.uint8:
+        # 256 squares of at most 255² stay below 2²⁴, where float32 is still exact, and float32 is fast.
+        parts = (part.float().pow(power).sum(0).double() for part in inputs.split(256))
+    else:
+        parts = (part.double().pow(power).sum(0) for part in inputs.split(_CHUNK))
+    total = torch.zeros(inputs.shape[1:], dtype=torch.float64, device=inputs.device)
+    for part in parts:
+        total += part
+    return total.cpu()
+
+
+def _moments(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation per channel or column, in float64; a constant one has deviation 1."""
+    n, within = inputs.numel() // inputs.shape[1], tuple(range(1, inputs.ndim - 1))
+    mean = _over(_sum(inputs), within) / n
+    if inputs.dtype == torch.uint8:
+        squares = _over(_sum(inputs, 2), within) - n * mean.square()
+    else:  # about the mean, so that nothing cancels
+        centre = mean.to(inputs.device).view(1, -1, *(1,) * (inputs.ndim - 2))
+        parts = [(p.double() - centre).square().sum(0) for p in inputs.split(_CHUNK)]
+        squares = _over(torch.stack(parts).sum(0).cpu(), within)
+    deviation = (squares / n).clamp_min(0).sqrt()
+    return mean, torch.where(deviation > 0, deviation, 1.0)
+
+
+def _over(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return tensor.sum(dims) if dims else tensor
 
 
 def _means(which: str, train: Examples, shards: Sequence[np.ndarray], test: Examples | None) -> Tensor | None:
@@ -223,4 +244,4 @@ def _means(which: str, train: Examples, shards: Sequence[np.ndarray], test: Exam
 def _mean(inputs: Tensor) -> Tensor:
     if len(inputs) == 0:  # a client that holds nothing here (it lives on another machine) has no mean to subtract
         return torch.zeros(inputs.shape[1:], dtype=torch.float64)
-    return (torch.stack([part.double().sum(0) for part in inputs.split(_CHUNK)]).sum(0) / len(inputs)).cpu()
+    return _sum(inputs) / len(inputs)
