@@ -194,6 +194,15 @@ def test_what_it_cannot_see_is_reported_by_name() -> None:
         nn.bayesianize(tnn.Sequential(tnn.Conv2d(1, 2, 3), tnn.ConvTranspose2d(2, 1, 3)), "flipout")
 
 
+def test_reparametrised_layers_are_reported_and_left() -> None:
+    for wrap in (tnn.utils.parametrizations.weight_norm, tnn.utils.spectral_norm):
+        model = tnn.Sequential(wrap(tnn.Linear(4, 4)), tnn.Linear(4, 2))
+        with pytest.warns(nn.NotConverted, match="'0"):
+            bayesian = nn.bayesianize(model, "flipout")
+        assert nn.gaussian_names(dict(bayesian.named_parameters())) == ["1.weight"]
+        assert bayesian(torch.ones(1, 4)).shape == (1, 2)
+
+
 @pytest.mark.filterwarnings("error")
 def test_nothing_is_reported_where_all_is_seen() -> None:
     for name in ("mlp", "conv1d", "conv2d", "shared"):
@@ -220,6 +229,30 @@ def test_impossible_requests_say_what_would_be_right() -> None:
         nn.bayesianize(model, "flipout", where="conv*")
     with pytest.raises(ConfigError, match="no linear or convolutional layer"):
         nn.bayesianize(tnn.BatchNorm1d(3), "flipout")
+
+
+class Listed(tnn.Module):
+    """Runs its layers from an ordinary list beside the registered names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = tnn.Linear(4, 4), tnn.Linear(4, 2)
+        self.order = [self.first, self.second]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.order:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [*VARIATIONAL, "dropout"])
+def test_layers_kept_in_a_list_are_converted_too(kind: str) -> None:
+    model = Listed()
+    bayesian = nn.bayesianize(model, kind, sigma=0.5)
+    assert bayesian.order[0] is bayesian.first
+    assert type(model.first) is tnn.Linear
+    x = torch.ones(8, 4)
+    assert not torch.allclose(bayesian(x), bayesian(x))
 
 
 def test_frozen_layers_stay_frozen() -> None:

@@ -23,7 +23,8 @@ Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
 """Which layers: a glob pattern of names, several (a sequence, or separated by commas), or a function of name and layer."""
 
 _NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-_TORCH_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_TORCH_DROPOUT: dict[type[nn.Module], int] = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}
+"""Torch's dropout layers and how many trailing axes each drops together."""
 _READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # these use their layers' weights directly
 _FUNCTIONAL = frozenset(
     [
@@ -60,7 +61,7 @@ class Survey:
 def survey(module: nn.Module, where: Where = "") -> Survey:
     """Say which layers ``bayesianize`` would convert, which it leaves out by ``where``, and what it cannot convert."""
     matches = _matcher(where)
-    candidates = {name: layer for name, layer in _layers(module) if _kind_of(layer) is not None}
+    candidates = {name: layer for name, layer in module.named_modules() if _kind_of(layer) is not None}
     closed = _closed_layers(module)
     open_names = [n for n in candidates if n not in closed]
     converted = tuple(n for n in open_names if matches(n, candidates[n]))
@@ -105,9 +106,10 @@ def bayesianize(
         )
     options = {"p": dropout} if kind == "dropout" else {"sigma": sigma, "bayesian_bias": bayesian_bias}
     chosen = set(plan.converted)
-    replaced = {id(layer): _convert(layer, kind, options) for name, layer in _layers(module) if name in chosen}
-    _share_scales(replaced.values())
-    module = _replace(module, replaced)
+    layers = [layer for name, layer in module.named_modules() if name in chosen]
+    for layer in layers:
+        _convert(layer, kind, options)
+    _share_scales(layers)
     _check_names(module)
     if warn:
         for sentence in plan.unseen:
@@ -115,14 +117,9 @@ def bayesianize(
     return module
 
 
-def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Leaf-to-root layers with their first name; shared ones once."""
-    yield from module.named_modules()
-
-
 def _kind_of(layer: nn.Module) -> type[nn.Module] | None:
     """The torch layer whose forward this layer runs unchanged, or None: a subclass with its own forward is not one."""
-    if isinstance(layer, Variational) or hasattr(layer, "parametrizations"):
+    if isinstance(layer, Variational) or layer._parameters.get("weight") is None:  # parametrised, spectral norm ...
         return None
     for base in LAYERS["flipout"]:
         same_forward = type(layer).forward is base.forward
@@ -132,21 +129,18 @@ def _kind_of(layer: nn.Module) -> type[nn.Module] | None:
     return None
 
 
-def _convert(layer: nn.Module, kind: str, options: dict[str, Any]) -> nn.Module:
-    """Rebuild a layer as its Bayesian sibling around the very same parameters, hooks and settings."""
+def _convert(layer: nn.Module, kind: str, options: dict[str, Any]) -> None:
+    """Make a layer its Bayesian sibling, in place: whoever holds the layer, in whatever list, holds the new one."""
     base = _kind_of(layer)
     assert base is not None
-    sibling = LAYERS[kind][base]
-    new = sibling.__new__(sibling)
-    new.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in layer.__dict__.items()})
-    if isinstance(new, Variational):
-        new.add_scales(options["sigma"], options["bayesian_bias"])
+    layer.__class__ = LAYERS[kind][base]
+    if isinstance(layer, Variational):
+        layer.add_scales(options["sigma"], options["bayesian_bias"])
     else:
-        new.mask = Dropout(options["p"])
-    return new
+        layer.mask = Dropout(options["p"])
 
 
-def _share_scales(layers: Any) -> None:
+def _share_scales(layers: Sequence[nn.Module]) -> None:
     """Layers that share a mean (tied weights) share its scale."""
     scales: dict[int, nn.Parameter] = {}
     for layer in layers:
@@ -154,16 +148,6 @@ def _share_scales(layers: Any) -> None:
             rho = layer._parameters.get(name + RHO)
             if rho is not None:
                 setattr(layer, name + RHO, scales.setdefault(id(getattr(layer, name)), rho))
-
-
-def _replace(module: nn.Module, replaced: dict[int, nn.Module]) -> nn.Module:
-    if id(module) in replaced:
-        return replaced[id(module)]
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if child is not None and id(child) in replaced:
-                parent._modules[name] = replaced[id(child)]
-    return module
 
 
 def _check_names(module: nn.Module) -> None:
@@ -178,29 +162,13 @@ def _check_names(module: nn.Module) -> None:
 
 
 def _keep_dropout_on(module: nn.Module) -> bool:
-    """Make the network's own dropout layers MC-dropout; say whether there were any."""
-    found = False
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if isinstance(child, _TORCH_DROPOUT):
-                parent._modules[name] = _AlwaysOn(child) if type(child) is not nn.Dropout else Dropout(child.p)
-            found = found or isinstance(child, (*_TORCH_DROPOUT, Dropout, _AlwaysOn))
-    return found
-
-
-class _AlwaysOn(nn.Module):
-    """Channel dropout that ignores ``eval()``."""
-
-    def __init__(self, dropout: nn.Module) -> None:
-        super().__init__()
-        self.inner = dropout.train()
-
-    def train(self, mode: bool = True) -> _AlwaysOn:
-        self.training = mode
-        return self
-
-    def forward(self, x: Any) -> Any:
-        return self.inner(x)
+    """Make the network's own dropout layers MC-dropout, in place; say whether there were any."""
+    own = [layer for layer in module.modules() if type(layer) in _TORCH_DROPOUT]
+    for layer in own:
+        together = _TORCH_DROPOUT[type(layer)]
+        layer.__class__ = Dropout
+        layer.per_pass, layer.together = False, together  # type: ignore[assignment]
+    return bool(own) or any(isinstance(layer, Dropout) for layer in module.modules())
 
 
 def _matcher(where: Where) -> Callable[[str, nn.Module], bool]:

@@ -216,26 +216,30 @@ class Dropout(nn.Module):
     """MC-dropout (Gal & Ghahramani 2016): dropout that stays on in evaluation.
 
     With ``per_pass`` one mask is drawn for all examples of a pass (one thinned network), otherwise each example has
-    its own. Set it on a whole network with ``share_masks``.
+    its own. Set it on a whole network with ``share_masks``. ``together`` trailing axes are dropped as one: 0 drops
+    elements, 2 whole channels of pictures (as ``nn.Dropout2d`` does).
     """
 
-    def __init__(self, p: float = 0.2, per_pass: bool = False) -> None:
+    def __init__(self, p: float = 0.2, per_pass: bool = False, together: int = 0) -> None:
         super().__init__()
         if not 0 <= p < 1:
             raise ConfigError(f"dropout is {p}; a dropout probability is at least 0 and below 1.")
         self.p = p
         self.per_pass = per_pass
+        self.together = together
 
     def extra_repr(self) -> str:
-        return f"p={self.p}, per_pass={self.per_pass}"
+        return f"p={self.p}, per_pass={self.per_pass}, together={self.together}"
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` with elements dropped, in training and evaluation alike."""
         if self.p == 0:
             return x
-        if self.per_pass:
-            return x * F.dropout(torch.ones_like(x[:1]), self.p, training=True)
-        return F.dropout(x, self.p, training=True)
+        if not self.per_pass and not self.together:
+            return F.dropout(x, self.p, training=True)
+        like = x[:1] if self.per_pass else x
+        shape = (*like.shape[: like.dim() - self.together], *(1,) * self.together)
+        return x * F.dropout(x.new_ones(shape), self.p, training=True)
 
 
 class DropoutLinear(nn.Linear):
