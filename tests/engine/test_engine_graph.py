@@ -63,8 +63,21 @@ def test_pieces_keep_every_step():
     for capacity in (1, 4, 5, 100):
         cut = list(pieces(segments, capacity))
         assert all(sum(s.steps for s in piece) <= capacity for piece in cut)
-        flat = [(job, first + i) for piece in cut for s in piece for i in range(s.steps) for job, first in zip(s.jobs, s.begins, strict=True) if job >= 0]
-        whole = [(job, first + i) for s in segments for i in range(s.steps) for job, first in zip(s.jobs, s.begins, strict=True) if job >= 0]
+        flat = [
+            (job, first + i)
+            for piece in cut
+            for s in piece
+            for i in range(s.steps)
+            for job, first in zip(s.jobs, s.begins, strict=True)
+            if job >= 0
+        ]
+        whole = [
+            (job, first + i)
+            for s in segments
+            for i in range(s.steps)
+            for job, first in zip(s.jobs, s.begins, strict=True)
+            if job >= 0
+        ]
         assert flat == whole
 
 

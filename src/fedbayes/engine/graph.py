@@ -75,8 +75,8 @@ class Program:
         indices = self._now("indices")
         numbers = {k.removeprefix("augment/"): self._now(k) for k in self.tables if k.startswith("augment/")}
         x = lanes_as_channels(self.setting.inputs(indices, self.rows.client, numbers))
-        if self.setting.bf16:
-            x = x.to(torch.bfloat16)
+        if self.setting.bf16 and x.device.type == "cuda":
+            x = x.to(torch.bfloat16)  # half the bytes to write; the first layer would cast it anyway
         y, real = self.setting.examples.labels[indices], self._now("real")
         loss, nll, buffers = self.model.forward(self.leaves, self.rows.buffers(self.width), x, y, real, self.terms)
         return loss.sum(), loss.detach(), nll.detach(), buffers
@@ -109,7 +109,9 @@ class Program:
         total, loss, nll, buffers = self.forward()
         gradients = torch.autograd.grad(total, list(self.leaves.values()), allow_unused=True)
         with torch.no_grad():
-            filled = [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, self.leaves.values(), strict=True)]
+            filled = [
+                torch.zeros_like(p) if g is None else g for g, p in zip(gradients, self.leaves.values(), strict=True)
+            ]
             self.update(filled, loss, nll, buffers)
 
     # -- compiling and running -------------------------------------------------------------------------------
@@ -206,8 +208,12 @@ class GraphLoop:
         self.programs.clear()
         torch.cuda.empty_cache()
         if width == 1:
-            raise RunError("the GPU's memory does not hold a single lane of this network; use a smaller local.batch_size.")
-        warnings.warn(f"{width} lanes do not fit the GPU's memory; going on with {width // 2}.", RuntimeWarning, stacklevel=2)
+            raise RunError(
+                "the GPU's memory does not hold a single lane of this network; use a smaller local.batch_size."
+            )
+        warnings.warn(
+            f"{width} lanes do not fit the GPU's memory; going on with {width // 2}.", RuntimeWarning, stacklevel=2
+        )
         self.lanes = width // 2
         self.shape = (width // 2, *self.shape[1:])
 
@@ -242,7 +248,8 @@ class _Launch:
         """Return the plan of some segments, step by step and lane by lane; steps beyond a client's last are inactive."""
         steps = sum(segment.steps for segment in piece)
         columns = {
-            key: np.zeros((steps, *table.shape[1:]), dtype=_numpy_type(table)) for key, table in self.program.tables.items()
+            key: np.zeros((steps, *table.shape[1:]), dtype=_numpy_type(table))
+            for key, table in self.program.tables.items()
         }
         at = 0
         for segment in piece:
