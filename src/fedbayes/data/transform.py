@@ -65,14 +65,16 @@ class CropFlip:
         return torch.where(inside.unsqueeze(-3), flat.gather(-1, index).view(inputs.shape), 0.0)
 
 
-AUGMENTATIONS: dict[str, Callable[[Examples], Augmentation]] = {}
-"""Makers of augmentations by name; each is given the training examples (their shape, what their columns say)."""
+AugmentationMaker = Callable[[Examples, Tensor], Augmentation]
+AUGMENTATIONS: dict[str, AugmentationMaker] = {}
+"""Makers of augmentations by name; each is given the training examples (their shape, what their columns say) and the
+factors by which stored values are scaled."""
 
 
 def register_augmentation(name: str) -> Callable:
-    """Register the decorated maker (training examples -> ``Augmentation``) under ``name``."""
+    """Register the decorated maker (training examples, scale -> ``Augmentation``) under ``name``."""
 
-    def add(make: Callable[[Examples], Augmentation]) -> Callable[[Examples], Augmentation]:
+    def add(make: AugmentationMaker) -> AugmentationMaker:
         AUGMENTATIONS[name] = make
         return make
 
@@ -86,13 +88,13 @@ def _images_only(train: Examples) -> None:
 
 
 @register_augmentation("crop-flip")
-def _crop_flip(train: Examples) -> Augmentation:
+def _crop_flip(train: Examples, scale: Tensor) -> Augmentation:
     _images_only(train)
     return CropFlip(flip=True)
 
 
 @register_augmentation("crop")
-def _crop(train: Examples) -> Augmentation:
+def _crop(train: Examples, scale: Tensor) -> Augmentation:
     _images_only(train)
     return CropFlip(flip=False)
 
@@ -166,17 +168,17 @@ def make_transform(
     means = _means(data.mean, train, shards, test)
     # (raw * scale + offset) minus its mean is raw * scale + shift with shift = offset - (mean * scale + offset)
     shift = offset.expand(train.inputs.shape[1:])[None] if means is None else -means * scale
-    return Transform(scale.float(), shift.float().contiguous(), _augmentation(data.augment, train))
+    return Transform(scale.float(), shift.float().contiguous(), _augmentation(data.augment, train, scale))
 
 
-def _augmentation(name: str, train: Examples) -> Augmentation | None:
+def _augmentation(name: str, train: Examples, scale: Tensor) -> Augmentation | None:
     if name == "none":
         return None
     if name == "sonar" and name not in AUGMENTATIONS:
         from . import sonar  # noqa: F401 - registers it
     if name not in AUGMENTATIONS:
         raise ConfigError(f"data.augment '{name}' does not exist; valid are: none, {', '.join(AUGMENTATIONS)}.")
-    return AUGMENTATIONS[name](train)
+    return AUGMENTATIONS[name](train, scale)
 
 
 def _scaling(how: str, inputs: Tensor) -> tuple[Tensor, Tensor]:
