@@ -2,7 +2,7 @@
 
 Every random number is drawn on the host by ``draw``; the functions themselves are deterministic, so lanes, devices and
 thread counts see the same examples. They act on transformed inputs (scaled, mean subtracted) under any number of
-leading axes, and are meant for ``data.scale = "unit"``, where one unit of a picture is 100 decibels.
+leading axes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from ...errors import DataError
 from ..examples import Examples
 from ..transform import register_augmentation
+from .pictures import CEILING, FLOOR
 
-DECIBELS = 100.0  # per unit of a picture scaled to [0, 1]: see ``pictures``
-_QUIET = -10.0  # units: a noise level that changes nothing
+_QUIET = -1000.0  # dB: a noise level that changes nothing
 
 
 def _per(values: Tensor, dims: int) -> Tensor:
@@ -71,7 +71,7 @@ class _Sonar:
     def draw(self, rng: np.random.Generator, n: int) -> dict[str, np.ndarray]:
         """Draw shift (n,), gain in dB (n,), band (n, 4: level in dB, begin, width, seed), masks (n, 4: begin, width, twice)."""
         noisy = rng.random(n) < 0.5
-        level = np.where(noisy, rng.uniform(*self.noise, n), _QUIET * DECIBELS)
+        level = np.where(noisy, rng.uniform(*self.noise, n), _QUIET)
         width = rng.uniform(0.1, 0.6, n)
         band = np.stack([level, rng.random(n) * (1 - width), width, rng.integers(0, 1 << 20, n)], axis=1)
         widths = rng.uniform(0.0, self.widest, (n, 2))
@@ -89,6 +89,9 @@ class _Sonar:
 class SonarPictures(_Sonar):
     """Augment pictures (..., 1, rows, columns): rows are frequency (or carriers), columns time (or modulation)."""
 
+    decibels: float = CEILING - FLOOR
+    """Decibels of one unit of the scaled pictures: 100 for ``data.scale = "unit"``."""
+
     def __call__(self, inputs: Tensor, **numbers: Tensor) -> Tensor:
         """Shift in time, add band noise as power, change the level, mask a band and a stretch (by the mean, which is 0)."""
         shift, gain = numbers["shift"].to(inputs.dtype), numbers["gain"].to(inputs.dtype)
@@ -96,7 +99,7 @@ class SonarPictures(_Sonar):
         rows, columns = inputs.shape[-2:]
         out = roll(inputs, shift)
         out = self._noise(out, band, rows, columns)
-        out = out + _per(gain / DECIBELS, 3)
+        out = out + _per(gain / self.decibels, 3)
         hidden = _inside(rows, masks[..., 0], masks[..., 1]).unsqueeze(-1)
         hidden = hidden | _inside(columns, masks[..., 2], masks[..., 3]).unsqueeze(-2)
         return torch.where(hidden.unsqueeze(-3), torch.zeros((), dtype=out.dtype, device=out.device), out)
@@ -107,10 +110,10 @@ class SonarPictures(_Sonar):
         cells = rows * columns
         looks = -(hashed(seeds, cells, 1).log() + hashed(seeds, cells, 2).log()) / 2  # mean power of two looks
         level = band[..., 0:1].to(inputs.dtype) + 10 * torch.log10(looks.clamp(min=1e-6))
-        floor = level.unflatten(-1, (rows, columns)).to(inputs.dtype) / DECIBELS
+        floor = level.unflatten(-1, (rows, columns)).to(inputs.dtype) / self.decibels
         begin, width = band[..., 1].to(inputs.dtype), band[..., 2].to(inputs.dtype)
-        floor = torch.where(_inside(rows, begin, width).unsqueeze(-1), floor, _QUIET).unsqueeze(-3)
-        nepers = DECIBELS * math.log(10) / 10
+        floor = torch.where(_inside(rows, begin, width).unsqueeze(-1), floor, _QUIET / self.decibels).unsqueeze(-3)
+        nepers = self.decibels * math.log(10) / 10
         return torch.logaddexp(inputs * nepers, floor.to(inputs.dtype) * nepers) / nepers
 
 
@@ -139,12 +142,12 @@ class SonarWaveforms(_Sonar):
 
 
 @register_augmentation("sonar")
-def make_augmentation(train: Examples) -> SonarPictures | SonarWaveforms:
+def make_augmentation(train: Examples, scale: Tensor) -> SonarPictures | SonarWaveforms:
     """Return the augmentation for pictures (1, rows, columns) or waveforms (1, samples); DEMON pictures have no time axis."""
     shape = tuple(train.inputs.shape[1:])
     kinds = np.unique(train.columns["picture"]) if "picture" in train.columns else []
     if len(shape) == 3:
-        return SonarPictures(timeless="demon" in kinds)
+        return SonarPictures(timeless="demon" in kinds, decibels=(CEILING - FLOOR) / 255 / float(scale.reshape(-1)[0]))
     if len(shape) == 2:
         return SonarWaveforms()
     raise DataError(f"data.augment 'sonar' is for pictures and waveforms, but one input has shape {shape}; use 'none'.")

@@ -12,11 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from .spectra import decimate, demon, lofar, mel_filters, power_of_two, spectrogram, split_window
+from .spectra import demon, lofar, mel, mel_filters, power_of_two, spectrogram, split_window
 
 if TYPE_CHECKING:
     from ...experiment import Sonar
@@ -136,10 +137,6 @@ def _waveform(p: Picture, waveforms: Tensor) -> Tensor:
 _MAKERS = {"logmel": _logmel, "lofar": _lofar, "demon": _demon, "waveform": _waveform}
 
 
-def _nyquist(rate: int) -> float:
-    return rate / 2.0
-
-
 def make_picture(sonar: Sonar) -> Picture:
     """Return the picture that a configuration asks for; 0 for ``low``, ``high``, ``bands`` or ``frames`` is the kind's own.
 
@@ -154,7 +151,7 @@ def make_picture(sonar: Sonar) -> Picture:
       segment of 3 s tells rates 0.7 Hz apart; 10 s or more is better.
     - ``waveform``: 20 Hz to half the rate, unit power.
     """
-    nyquist = _nyquist(sonar.sample_rate)
+    nyquist = sonar.sample_rate / 2.0
     own = {
         "logmel": (20.0, nyquist, 64, 64),
         "lofar": (10.0, min(1000.0, nyquist), 128, 32),
@@ -187,6 +184,28 @@ def make_picture(sonar: Sonar) -> Picture:
     return picture
 
 
-def band_limited(waveforms: Tensor, rate: int, high: float) -> tuple[Tensor, int]:
-    """Return waveforms without anything above ``high`` Hz, at the lowest whole part of the rate that holds it."""
-    return decimate(waveforms, rate, high)
+@dataclass(frozen=True)
+class Axes:
+    """How a picture is labelled: what its columns and rows are, and at which row each frequency lies."""
+
+    x_label: str
+    x_range: tuple[float, float]
+    y_label: str
+    y_ticks: tuple[tuple[float, str], ...]
+
+
+def axes_of(picture: Picture) -> Axes:
+    """Return the labels of a picture's axes, for figures."""
+    if picture.kind == "waveform":
+        return Axes("seconds", (0.0, picture.seconds), "", ())
+    if picture.kind == "logmel":
+        span = (mel(picture.low), mel(picture.high))
+        places = [f for f in (50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000) if picture.low <= f <= picture.high]
+        rows = [float((mel(f) - span[0]) / (span[1] - span[0]) * picture.bands) for f in places]
+    else:
+        places = [round(float(f), -1) for f in np.linspace(picture.low, picture.high, 5)]
+        rows = [(f - picture.low) / (picture.high - picture.low) * picture.shape[1] for f in places]
+    ticks = tuple(zip(rows, (f"{f:g}" if f < 1000 else f"{f / 1000:.3g}k" for f in places), strict=True))
+    if picture.kind == "demon":
+        return Axes("modulation, Hz", (0.5, picture.highest), "carrier, Hz", ticks)
+    return Axes("seconds", (0.0, picture.seconds), "Hz", ticks)

@@ -214,18 +214,14 @@ def synthetic(request: Request) -> Dataset:
     Ships, not only recordings, are held out for the test.
     """
     sonar, seed = request.sonar or Sonar(), request.seed
-    unseen = sonar.unseen or UNSEEN
-    classes = sonar.classes or tuple(c for c in KNOWN if c not in unseen)
-    wrong = set(classes + unseen) - set(KNOWN + UNSEEN)
-    if wrong:
-        raise ConfigError(f"the synthetic sea has no class '{sorted(wrong)[0]}'; it has: {', '.join(KNOWN + UNSEEN)}.")
-    passages = sea.plan(sonar, seed, classes)
-    strange = sea.plan(sonar, seed, unseen, recordings=max(1, sonar.recordings // 3))
-    recordings = [_as_recording(p) for p in passages + strange]
-    features = _hear_features(passages + strange, sonar, seed, make_picture(sonar), classes + unseen)
+    classes, unseen = sea_classes(sonar)
+    everything = passages(sonar, seed)
+    known = sum(p.label in classes for p in everything)
+    recordings = [_as_recording(p) for p in everything]
+    features = _hear_features(everything, sonar, seed, make_picture(sonar), classes + unseen)
     examples = _examples(features, recordings, classes, sonar.picture)
-    inside = features.owner < len(passages)
-    test = _test_mask(recordings[: len(passages)], features, classes, sonar, seed)
+    inside = features.owner < known
+    test = _test_mask(recordings[:known], features, classes, sonar, seed)
     mask = np.zeros(len(inside), dtype=bool)
     mask[inside] = test[features.owner[inside]]
     return _dataset(
@@ -238,32 +234,48 @@ def synthetic(request: Request) -> Dataset:
     )
 
 
+def sea_classes(sonar: Sonar) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the synthetic sea's classes: those trained on, and those never heard."""
+    unseen = sonar.unseen or UNSEEN
+    classes = sonar.classes or tuple(c for c in KNOWN if c not in unseen)
+    wrong = set(classes + unseen) - set(KNOWN + UNSEEN)
+    if wrong:
+        raise ConfigError(f"the synthetic sea has no class '{sorted(wrong)[0]}'; it has: {', '.join(KNOWN + UNSEEN)}.")
+    if len(classes) < 2 or set(classes) & set(unseen):
+        raise ConfigError("the synthetic sea needs two classes or more, none of them in 'sonar.unseen' as well.")
+    return classes, unseen
+
+
+def passages(sonar: Sonar, seed: int) -> list[sea.Passage]:
+    """Return every passage of the synthetic sea: of the classes trained on, then a third as many of each unseen one."""
+    classes, unseen = sea_classes(sonar)
+    return sea.plan(sonar, seed, classes) + sea.plan(sonar, seed, unseen, recordings=max(1, sonar.recordings // 3))
+
+
 def _as_recording(passage: sea.Passage) -> Recording:
     return Recording(Path(""), passage.label, passage.recording, passage.site.name, passage.vessel.name)
 
 
 def _hear_features(
-    passages: list[sea.Passage], sonar: Sonar, seed: int, picture: Picture, classes: tuple[str, ...]
+    everything: list[sea.Passage], sonar: Sonar, seed: int, picture: Picture, classes: tuple[str, ...]
 ) -> Features:
     """Make and picture the sea's recordings, or take the whole sea from the cache."""
     folder = cache_folder(sonar)
     settings = (sonar.recordings, sonar.sites, sonar.length, sonar.traffic, sonar.snr, sonar.overlap, classes)
     file = None if folder is None else cache_file(folder, "sea", sea.VERSION, seed, settings, picture.key())
-    counts: list[int] = []
 
     def make() -> tuple[Tensor, np.ndarray]:
         device, parts, starts = picturing_device(), [], []
-        heard = sea.hear_all(passages, sonar.length, sonar.sample_rate, workers=min(4, os.cpu_count() or 1))
-        for _, sound in _progress(heard, len(passages)):
+        heard = sea.hear_all(everything, sonar.length, sonar.sample_rate, workers=min(4, os.cpu_count() or 1))
+        for _, sound in _progress(heard, len(everything)):
             pictures, at = picture_blocks([sound.samples], picture, sonar.overlap, device)
             parts.append(pictures)
             starts.append(at)
-            counts.append(len(pictures))
         return torch.cat(parts), np.concatenate(starts)
 
     pictures, starts = cached(file, make)
     # every recording has the same length, so the same number of segments
-    return Features(pictures, np.repeat(np.arange(len(passages)), len(pictures) // len(passages)), starts)
+    return Features(pictures, np.repeat(np.arange(len(everything)), len(pictures) // len(everything)), starts)
 
 
 def _progress(items, total: int):
