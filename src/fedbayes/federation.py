@@ -106,6 +106,7 @@ class _Round:
     held: dict[int, Posterior] = field(default_factory=dict)
     arrived: dict[int, Update] = field(default_factory=dict)
     refused: list[dict[str, Any]] = field(default_factory=list)
+    moments: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
 
 class Federation:
@@ -208,6 +209,8 @@ class Federation:
                 current.accumulator.absorb(update.posterior, current.weights[update.client], update.client)
         except Refusal as refusal:
             return self._refuse(update.client, refusal.tensor, refusal.reason)
+        if self.rule.name == "precision":
+            current.moments[str(update.client)] = moment_summary(update.posterior)
         current.arrived[update.client] = _without_posterior(update)
         return None
 
@@ -290,6 +293,7 @@ class Federation:
         names = sorted({name for u in updates for name in u.metrics} & {"loss", "nll", "kl"})
         train = {n: sum(u.metrics.get(n, math.nan) * u.examples for u in updates) / examples for n in names}
         statistics = dict(self.cohort.statistics())
+        moments = {"moments": dict(sorted(current.moments.items()))} if current.moments else {}
         return {
             "kind": "round",
             "round": current.number,
@@ -298,7 +302,7 @@ class Federation:
             "clients": [u.client for u in updates],
             "examples": examples,
             "train": train,
-            "fusion": {**record, "weighting": self.weighting.name, "refused": current.refused},
+            "fusion": {**record, "weighting": self.weighting.name, "refused": current.refused, **moments},
             "bytes": statistics.pop("bytes", None),
             "engine": statistics,
         }

@@ -1,0 +1,21 @@
+"""Adam's second moment by layer: what precision weighting (Reyes 2021) weighs by, as numbers for the log and a figure."""
+
+from __future__ import annotations
+
+from .posterior import Posterior
+
+FLOOR = 1e-16
+"""Least second moment, Adam's eps squared: as in the rule ``precision``, so that dead units do not give infinity."""
+
+
+def moment_summary(posterior: Posterior) -> dict[str, dict[str, float]]:
+    """Return ``moment`` (mean v) and ``inverse`` (mean 1/v) of each tensor a client sent with an estimated variance.
+
+    These are the quantities of Reyes' variance analysis (section 5.4, Figures 7 and 8); the mean inverse is what
+    equation (6) weighs a client's layer by.
+    """
+    summary = {}
+    for name, g in posterior.gaussians.items():
+        v = g.variance.detach().double().clamp_min(FLOOR)
+        summary[name] = {"moment": float(v.mean()), "inverse": float((1 / v).mean())}
+    return summary

@@ -1,0 +1,34 @@
+"""The variance analysis's numbers."""
+
+import pytest
+import torch
+
+from fedbayes import config, runner
+from fedbayes.moments import moment_summary
+from fedbayes.posterior import Gaussian, Posterior
+
+
+def test_means_of_v_and_of_its_inverse():
+    q = Posterior({"w": Gaussian(torch.zeros(3), torch.tensor([1.0, 2.0, 4.0]))}, {"b": torch.ones(2)})
+    assert moment_summary(q) == {"w": {"moment": pytest.approx(7 / 3), "inverse": pytest.approx((1 + 0.5 + 0.25) / 3)}}
+
+
+def test_a_dead_unit_has_a_finite_inverse():
+    q = Posterior({"w": Gaussian(torch.zeros(1), torch.zeros(1))})
+    assert moment_summary(q)["w"]["inverse"] == pytest.approx(1e16)
+
+
+def test_precision_runs_log_them_by_client_and_layer():
+    e = config.override(
+        config.Experiment(),
+        {
+            "rounds": 1, "data.limit": 120, "data.test_limit": 40, "partition.clients": 3, "model.name": "mlp",
+            "model.kind": "deterministic", "fusion.rule": "precision", "engine.device": "cpu", "engine.lanes": 1,
+        },
+    )  # fmt: skip
+    events = runner.run(e, write=False).events
+    moments = next(x["fusion"]["moments"] for x in events if x["kind"] == "round")
+    assert set(moments) == {"0", "1", "2"}
+    assert all(v["moment"] > 0 for layers in moments.values() for v in layers.values())
+    plain = runner.run(config.override(e, {"fusion.rule": "fedavg"}), write=False).events
+    assert "moments" not in next(x["fusion"] for x in plain if x["kind"] == "round")
