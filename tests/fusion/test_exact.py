@@ -24,7 +24,7 @@ def total(terms):
     return cells
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), terms=st.lists(values, min_size=1, max_size=12))
 def test_every_order_and_every_tree_gives_the_same_cells(data, terms):
     first = total(terms)
@@ -35,7 +35,7 @@ def test_every_order_and_every_tree_gives_the_same_cells(data, terms):
     assert torch.equal(left, first)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(terms=st.lists(values, min_size=1, max_size=12))
 def test_error_is_below_two_to_the_minus_70_of_the_largest_term(terms):
     high, low = exact.value(total(terms))

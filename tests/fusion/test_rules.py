@@ -122,8 +122,7 @@ def test_linear_pooling_of_tiny_variances_about_large_means(reference):
     previous = None if reference is None else one(reference, 1.0)
     fused = of(fuse([one(m, v) for m, v in zip(means, variances)], rule="lp", weights=weights, previous=previous))
     mu, var = exact("lp", means, variances, weights, 0, 1)
-    tolerance = 1e-9 if reference in (None, 0.0, 5.0) else 1e-4  # the pivot itself is far off there: inputs lose digits
-    assert fused[1] == pytest.approx(var, rel=tolerance)
+    assert fused[1] == pytest.approx(var, rel=1e-9)
     assert fused[0] == pytest.approx(mu, rel=1e-15)
 
 
@@ -244,9 +243,9 @@ def test_points_are_averaged_integers_stay_integers(clients):
     assert (fused.points["bn.running_var"] > 0).all()
 
 
-@pytest.mark.parametrize("rule", SUMS)
-def test_ten_thousand_clients_of_extreme_variances(rule):
-    k, rng = 10_000, np.random.default_rng(0)
+@pytest.mark.parametrize("rule", ["nwa", "ws", "lp", "wc", "conflation", "dwc"])
+def test_thousands_of_clients_of_extreme_variances(rule):
+    k, rng = 10_000 if rule == "conflation" else 1_000, np.random.default_rng(0)
     exponents = np.array([-12.0, 6.0, -3.0, 0.0])
     q = [one(rng.normal(size=4), 10.0 ** (exponents + rng.uniform(0, 0.01, 4))) for _ in range(50)]
     total = Accumulator(rule, q[0], one([0.0] * 4, 10.0 ** (exponents + 3)))

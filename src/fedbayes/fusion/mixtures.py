@@ -24,16 +24,16 @@ class _Moments(Rule):
     """What mixture rules share: first and second moments about the pivot, in double-double arithmetic."""
 
     @staticmethod
-    def moments(weight: Any, move: Tensor, variance: Tensor) -> Statistics:
-        """Return w·d, w·d² (each with its rounding error) and the weighted variance."""
+    def moments(weight: Any, move: Tensor, move_low: Any, variance: Tensor) -> Statistics:
+        """Return w·d, w·d² (each with its rounding error) and the weighted variance, for d = move + move_low."""
         first, first_low = two_product(weight, move)
         square, square_error = two_product(move, move)
         second, second_low = two_product(weight, square)
         return {
             "move": first,
-            "move_low": first_low,
+            "move_low": first_low + weight * move_low,
             "square": second,
-            "square_low": second_low + weight * square_error,
+            "square_low": second_low + weight * (square_error + 2 * move * move_low),
             "variance": weight * variance,
         }
 
@@ -67,15 +67,20 @@ class LP(_Moments):
     when: ClassVar[str] = "disagreement between clients should show as uncertainty"
 
     def terms(self, q: Gaussian, weight: Any, pivot: Gaussian, address: tuple[int | str, ...]) -> Statistics:
-        return self.moments(weight, q.mean - pivot.mean, q.variance)
+        return {"mean": weight * q.mean, **self.moments(weight, *two_sum(q.mean, -pivot.mean), q.variance)}
 
     def terms_near(self, q: Gaussian, weight: Any, pivot: Gaussian) -> Statistics:
         move = q.mean - pivot.mean
-        return {"move": weight * move, "square": weight * (move * move), "variance": weight * q.variance}
+        return {
+            "mean": weight * q.mean,
+            "move": weight * move,
+            "square": weight * (move * move),
+            "variance": weight * q.variance,
+        }
 
     def solve(self, total: Statistics, weights: WeightSums, pivot: Gaussian) -> Gaussian:
-        move, disagreement = self.split(total, weights)
-        return Gaussian(pivot.mean + move, total["variance"] / weights.total + disagreement)
+        _, disagreement = self.split(total, weights)
+        return Gaussian(total["mean"] / weights.total, total["variance"] / weights.total + disagreement)
 
 
 @register
@@ -116,7 +121,7 @@ class PPA(_Moments):
         move = q.mean - pivot.mean + noise * torch.sqrt(q.variance / n)
         half = ((n - 1) / 2).expand(q.mean.shape).contiguous()
         chi_squared = 2 * torch._standard_gamma(half, generator=rng)  # pyright: ignore - n - 1 degrees of freedom
-        return self.moments(n, move, chi_squared * q.variance / n)
+        return self.moments(n, move, 0.0, chi_squared * q.variance / n)
 
     def solve(self, total: Statistics, weights: WeightSums, pivot: Gaussian) -> Gaussian:
         n = weights.total
