@@ -16,7 +16,6 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 pytest.importorskip("sklearn")
 
-sys.path.insert(0, str(Path(__file__).parent))
 from make_run import make_run
 
 from fedbayes import report, uncertainty
