@@ -19,6 +19,7 @@ from .cohort import Assignment, Cohort, Update
 from .errors import RunError
 from .experiment import Experiment
 from .fusion import Accumulator, Rule, Weighting, client_weights, collapse_note, get_rule, get_weighting
+from .moments import moment_summary
 from .objective import client_prior, kl_divisor
 from .posterior import Posterior, Refusal, check
 from .rundir import RunDirectory
