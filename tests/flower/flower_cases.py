@@ -16,7 +16,7 @@ def small(**changes):
     plain = {
         "rounds": 2, "partition.clients": 3, "data.limit": 240, "data.test_limit": 60, "data.validation": 0.0,
         "local.epochs": 1, "model.width": 16, "engine.lanes": 1, "engine.device": "cpu", "evaluation.samples": 2,
-        "evaluation.every": 10, "transport.wait": 0.0,
+        "evaluation.every": 10, "transport.wait": 1.0,
     }  # fmt: skip
     return config.override(config.read("digits"), plain | {k.replace("__", "."): v for k, v in changes.items()})
 

@@ -195,7 +195,7 @@ def test_another_model_layout_is_refused_with_both_layouts_named():
 
     def app(message, context):
         if context.node_config["partition-id"] == BAD:
-            asked = RecordDict({k: v for k, v in message.content.items()})
+            asked = RecordDict(dict(message.content.items()))
             asked["experiment"] = ConfigRecord({**asked["experiment"], "toml": other})
             altered = Message(asked, dst_node_id=1, message_type=message.metadata.message_type)
             altered.metadata.__dict__["_message_id"] = message.metadata.message_id

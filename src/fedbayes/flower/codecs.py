@@ -149,7 +149,8 @@ class Int8:
         sizes = [_count(shape) for _, shape in _lossy_slots(layout)]
         if codes.dtype != np.int8 or len(codes) != sum(sizes) or len(scales) != len(sizes):
             raise PosteriorError("the 8-bit arrays do not fit the layout that came with them.")
-        flat = torch.from_numpy(codes.astype(np.float32) * np.repeat(scales, sizes).astype(np.float32))
+        with np.errstate(invalid="ignore"):  # a NaN scale stands for a tensor that is not finite
+            flat = torch.from_numpy(codes.astype(np.float32) * np.repeat(scales, sizes).astype(np.float32))
         return _absolute(flat, arrays, layout, _needed(reference, self.name), {"relative.int8", "relative.scale"})
 
 

@@ -44,6 +44,7 @@ def rehearse(
     data_dir: str | Path | None = None,
     listeners: Sequence[Listener] = (),
     node_configs: Sequence[NodeConfig] | None = None,
+    report: bool = True,
 ) -> Result:
     """Run an experiment over Flower on this machine and return its result, as ``fedbayes.runner.run`` does.
 

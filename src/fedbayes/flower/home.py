@@ -108,12 +108,15 @@ def prepare_home(toml: str, home: Home, classes: int, shape: tuple[int, ...]) ->
 
 def _prepare_own(experiment: Experiment, home: Home, classes: int, shape: tuple[int, ...]) -> Setup:
     from ..data import load, make_transform
+    from ..data.loading import concatenate
     from ..nn import posterior_of
     from ..runner import Setup, build_network, captures_moment, with_variances
 
     refuse_shared_statistics(experiment)
     data = dataclasses.replace(experiment.data, name=str(home.data), limit=0, test_limit=0)
     dataset = load(data, data_dir=home.data_dir, seed=experiment.seed)
+    if not _has_test_part(str(home.data)):  # the server judges, so nothing needs to be set aside here
+        dataset = dataclasses.replace(dataset, train=concatenate([dataset.train, dataset.test]))
     found = tuple(dataset.train.inputs.shape[1:])
     if found != shape:
         raise DataError(f"{home.data}: one input has shape {found} here and {shape} on the server; they must agree.")
@@ -130,6 +133,20 @@ def _prepare_own(experiment: Experiment, home: Home, classes: int, shape: tuple[
     start = posterior_of(model)
     start = with_variances(start, model) if captures_moment(experiment) else start
     return Setup(experiment, dataset, shards, nothing, nothing, None, model, start, transform)
+
+
+def _has_test_part(path: str) -> bool:
+    """Look into the file; names as labels are refused here, because each node would number them in its own way."""
+    from ..data.arrays import KEYS, read_npz
+
+    arrays = {k.lower(): v for k, v in read_npz(Path(path)).items()}
+    labels = next((v for k, v in arrays.items() if k in KEYS["labels"]), None)
+    if labels is not None and labels.dtype.kind in "USO" and not arrays.keys() & set(KEYS["classes"]):
+        raise DataError(
+            f"{path}: labels are names, and every node would number them in its own way; give whole numbers, or an array "
+            "'classes' with the same names in the same order on every node."
+        )
+    return bool(arrays.keys() & set(KEYS["test_inputs"]))
 
 
 def refuse_shared_statistics(experiment: Experiment) -> None:

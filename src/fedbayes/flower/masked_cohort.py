@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
 
 from ..cohort import Assignment, Update
 from ..errors import PosteriorError, RunError
+from ..experiment import Experiment
 from ..federation import options
 from ..fusion import client_weights
 from ..posterior import Posterior
@@ -30,6 +32,11 @@ class MaskedCohort(FlowerCohort):
     """
 
     adds_noise = True
+
+    def __init__(self, grid: Grid, experiment: Experiment, *args: Any, **kwargs: Any) -> None:
+        super().__init__(grid, experiment, *args, **kwargs)
+        refuse_unless_sum(experiment, options(experiment))
+        FixedPoint(experiment.transport.mask_bits, 1)
 
     def train(self, assignments: Sequence[Assignment]) -> Iterator[Update]:
         """Do the four exchanges of a round and yield the total of those who stayed."""

@@ -7,6 +7,8 @@ single fields (``rounds = 5``, ``fusion.rule = "ws"``, or several at once in ``o
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import shlex
 from collections.abc import Mapping
@@ -14,14 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from .. import config
 from ..errors import ConfigError, FedBayesError
 from ..experiment import Experiment
+from ..rundir import write_atomically
 from .codecs import Layout
 from .cohort import FlowerCohort
+from .home import refuse_shared_statistics
 
 if TYPE_CHECKING:
     from ..federation import Event
@@ -89,9 +94,28 @@ def serve(grid: Grid, settings: Settings) -> Result:
     setup = runner.prepare(experiment, data_dir=settings.data_dir or None)
     path = Path(settings.out) if settings.out else fresh_directory(runner.DEFAULT_ROOT, experiment.name)
     cohort = cohort_of(grid, setup)
-    launch = runner.Launch(setup, path, settings.resume, [announce])
     say(f"run directory: {path.resolve()}")
-    return runner.run_with(cohort, [launch], report=settings.report)[0]
+    sizes = cohort.sizes()
+    own = any(m.own_data for m in cohort.registry.members.values())
+    if own:
+        refuse_shared_statistics(experiment)
+        setup = dataclasses.replace(setup, shards=[np.empty(0, dtype=np.int64)] * (max(sizes) + 1))
+    launch = runner.Launch(setup, path, settings.resume, [announce])
+    result = runner.run_with(cohort, [launch], report=False)[0]
+    if own:
+        _write_sizes(path, sizes)
+    if settings.report:
+        runner.write_report(path)
+    return result
+
+
+def _write_sizes(path: Path, sizes: Mapping[int, int]) -> None:
+    """Correct ``partition.json`` where nodes brought their own data: sizes are known, class counts are not."""
+    held = {
+        "clients": [{"id": c, "name": f"client {c}", "examples": n, "counts": []} for c, n in sizes.items()],
+        "classes": json.loads((path / "partition.json").read_text())["classes"],
+    }
+    write_atomically(path / "partition.json", json.dumps(held).encode())
 
 
 def cohort_of(grid: Grid, setup: Setup) -> FlowerCohort:
