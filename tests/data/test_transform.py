@@ -165,7 +165,7 @@ def test_a_registered_augmentation_gets_its_own_numbers():
         def __call__(self, inputs, **numbers):
             return inputs * numbers["gain"][..., None]
 
-    register_augmentation("gain")(lambda shape: Gain())
+    register_augmentation("gain")(lambda train, scale: Gain())
     try:
         table = Examples(torch.ones(3, 2), torch.zeros(3, dtype=torch.int64))
         transform = make_transform(Data(augment="gain", scale="none", mean="none"), table, [], table)  # pyright: ignore
