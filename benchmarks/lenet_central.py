@@ -83,7 +83,7 @@ def main() -> None:
     p.add_argument("--kl-weight", type=float, default=0.1, help="1: the evidence lower bound itself; below: tempered")
     p.add_argument("--prior-std", type=float, default=1.0)
     p.add_argument("--sigma", type=float, default=0.02, help="initial sigma")
-    p.add_argument("--where", default="*", help="layers made Bayesian ('fc*': Ozer's)")
+    p.add_argument("--where", default="", help="layers made Bayesian (default: the linear ones, as Ozer; '*': all)")
     p.add_argument("--seed", type=int, default=0)
     a = p.parse_args()
     x, y = read(a.data, "train")
@@ -99,7 +99,7 @@ def main() -> None:
         sigma = torch.cat([F.softplus(network.get_parameter(n + fnn.RHO)).flatten() for n in names]) if names else None
         spread = f"{sigma.median():8.4f}" if sigma is not None else "       -"
         rows.append(f"{kind:14s}{m['accuracy']:9.4f}{m['nll']:8.4f}{m['ece']:8.4f}{spread}{seconds:9.0f}")
-    print(f"\nLeNet, Fashion-MNIST, {a.epochs} epochs, batch {a.batch}, KL weight {a.kl_weight}, where {a.where}")
+    print(f"\nLeNet, Fashion-MNIST, {a.epochs} epochs, batch {a.batch}, KL weight {a.kl_weight}, Bayesian layers: {a.where or 'fc*'}")
     print(f"{'kind':14s}{'accuracy':>9s}{'NLL':>8s}{'ECE':>8s}{'sigma':>8s}{'seconds':>9s}")
     print("\n".join(rows))
 

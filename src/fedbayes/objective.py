@@ -155,6 +155,8 @@ def penalty(parameters: Mapping[str, Tensor], terms: Terms) -> Tensor:
     """Return everything of a lane's loss that is not the data's: a scalar, differentiable, fit for ``vmap``.
 
     kl · KL(q || prior)  +  l2 · |deterministic weights|²  +  proximal · (|w - w_start|² / 2 + KL(q || q_start) / divisor)
+
+    Terms without a prior leave the first one out: the lane engine adds its gradient in closed form.
     """
     total = torch.zeros_like(terms.kl)
     if terms.prior_variance:

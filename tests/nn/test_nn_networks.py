@@ -215,27 +215,28 @@ def test_resnet20_overfits_real_images(kind: str) -> None:
     if not (DATA / "cifar10-test.mxz").exists():
         pytest.skip("CIFAR-10 is not in ../shared/data")
     images, labels = cifar()
-    x = (torch.from_numpy(images).float() / 255 - 0.47) / 0.25
+    x = ((torch.from_numpy(images.copy()).float() / 255 - 0.47) / 0.25).to(memory_format=torch.channels_last)
     y = torch.from_numpy(labels).long()
-    module = nn.build("resnet20", kind, dropout=0.05 if kind == "dropout" else 0.2).train()
-    optimizer = torch.optim.Adam(module.parameters(), 2e-3)
+    module = nn.build("resnet20", kind, dropout=0.05).train().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(module.parameters(), 3e-3)
     torch.manual_seed(0)
     accuracy = 0.0
     for _ in range(60):
         right = 0
-        for batch in torch.randperm(256).split(64):
-            out = module(x[batch])
+        for batch in torch.randperm(256).split(32):
+            with torch.autocast("cpu", torch.bfloat16):
+                out = module(x[batch])
             optimizer.zero_grad()
-            F.cross_entropy(out, y[batch]).backward()
+            F.cross_entropy(out.float(), y[batch]).backward()
             optimizer.step()
             right += int((out.argmax(1) == y[batch]).sum())
         accuracy = right / 256
         if accuracy > 0.97:
             break
     assert accuracy > 0.97  # while training, noise on
-    with torch.no_grad():  # and in evaluation, by the mean of five noisy passes with running statistics
-        mean = torch.stack([module.eval()(x).softmax(-1) for _ in range(5)]).mean(0)
-    assert (mean.argmax(1) == y).float().mean() > 0.9
+    with torch.no_grad():  # and in evaluation, by the mean of five noisy passes
+        mean = torch.stack([module(x).softmax(-1) for _ in range(5)]).mean(0)
+    assert (mean.argmax(1) == y).float().mean() > 0.97
 
 
 def cifar() -> tuple[np.ndarray, np.ndarray]:

@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from ..errors import ConfigError, nearest
 from .state import RHO, inverse_softplus
 
-Draw = Callable[[Tensor, torch.Generator | None], Tensor]
-"""Returns new values of a tensor's shape."""
-
 
 def initialize(
     module: nn.Module, init: str = "he", sigma: float = 0.02, generator: torch.Generator | None = None
