@@ -181,7 +181,7 @@ def test_what_is_no_run_gets_one_sentence(run, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     (copy / "best.safetensors").unlink()
-    with pytest.raises(FedBayesError, match="best.safetensors"):
+    with pytest.raises(FedBayesError, match=r"best\.safetensors"):
         fedbayes.load(copy)
     with pytest.raises(FedBayesError, match="valid are best and final"):
         fedbayes.load(run, "worst")  # type: ignore[arg-type]
