@@ -99,7 +99,9 @@ def main() -> None:
         sigma = torch.cat([F.softplus(network.get_parameter(n + fnn.RHO)).flatten() for n in names]) if names else None
         spread = f"{sigma.median():8.4f}" if sigma is not None else "       -"
         rows.append(f"{kind:14s}{m['accuracy']:9.4f}{m['nll']:8.4f}{m['ece']:8.4f}{spread}{seconds:9.0f}")
-    print(f"\nLeNet, Fashion-MNIST, {a.epochs} epochs, batch {a.batch}, KL weight {a.kl_weight}, Bayesian layers: {a.where or 'fc*'}")
+    print(
+        f"\nLeNet, Fashion-MNIST, {a.epochs} epochs, batch {a.batch}, KL weight {a.kl_weight}, Bayesian layers: {a.where or 'fc*'}"
+    )
     print(f"{'kind':14s}{'accuracy':>9s}{'NLL':>8s}{'ECE':>8s}{'sigma':>8s}{'seconds':>9s}")
     print("\n".join(rows))
 
