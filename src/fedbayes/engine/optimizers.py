@@ -174,10 +174,12 @@ def _adam_fused(
             for piece, column in pieces
             if pair[column] == rate
         ]
-        lists = [[t[lane, piece] for lane, piece in chosen] for t in (parameters, gradients, *moments)]
+        rows, slopes, first, second = (
+            [t[lane, piece] for lane, piece in chosen] for t in (parameters, gradients, *moments)
+        )
         adam(
-            *lists, [], [counts[lane].clone() for lane, _ in chosen], fused=True, amsgrad=False, beta1=local.betas[0],
-            beta2=local.betas[1], lr=rate, weight_decay=0.0, eps=local.eps, maximize=False,
+            rows, slopes, first, second, [], [counts[lane].clone() for lane, _ in chosen], fused=True, amsgrad=False,
+            beta1=local.betas[0], beta2=local.betas[1], lr=rate, weight_decay=0.0, eps=local.eps, maximize=False,
         )  # fmt: skip
     steps.add_(1)
 

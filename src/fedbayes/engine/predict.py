@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,11 @@ from .setting import resolve_device, starting_state
 
 SERVER = -1
 Draws = Literal["per_example", "per_pass"]
+
+_PASSES = 5
+"""Passes evaluated together on a GPU: enough to fill it, few enough for its memory."""
+
+_kept: WeakKeyDictionary[nn.Module, dict[tuple, _Evaluator]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -51,65 +57,85 @@ def predict(
         )
     if draws not in ("per_example", "per_pass"):
         raise ConfigError(f"draws is '{draws}'; valid are per_example and per_pass.")
+    if len(inputs) == 0:
+        raise ConfigError("predict was given no inputs.")
     engine = engine or Engine()
     several = not isinstance(posterior, Posterior)
     posteriors = list(posterior) if several else [posterior]  # type: ignore[arg-type]
-    evaluator = _Evaluator(model, transform, engine, draws, batch_size, tuple(seed_address))
+    evaluator = _evaluator(model, engine, draws, batch_size, len(inputs))
     devices = [evaluator.device] if evaluator.device.type == "cuda" else []
+    moved = transform.to(evaluator.device)
     with torch.random.fork_rng(devices=devices):
-        found = [evaluator(p, inputs, samples, number) for number, p in enumerate(posteriors)]
+        found = [evaluator(p, inputs, moved, samples, (*seed_address, number)) for number, p in enumerate(posteriors)]
     return torch.stack(found) if several else found[0]
 
 
 class _Evaluator:
-    """One evaluation's network, settings and noise addresses."""
+    """A network set up for evaluation: its copy, its settings, its compiled forward pass."""
 
-    def __init__(
-        self, model: nn.Module, transform: Transform, engine: Engine, draws: str, batch_size: int,
-        address: tuple[int | str, ...],
-    ) -> None:  # fmt: skip
+    def __init__(self, model: nn.Module, engine: Engine, draws: str, batch_size: int) -> None:
         self.device = resolve_device(engine.device)
-        self.engine, self.draws, self.batch_size, self.address = engine, draws, batch_size, address
+        self.engine, self.draws, self.batch_size = engine, draws, batch_size
         self.model = copy.deepcopy(model).to(self.device).eval()
         share_masks(self.model, draws == "per_pass")
         self.layout = StateLayout.of(self.model)
-        self.transform = transform.to(self.device)
         self.noisy = is_noisy(self.model)
         self.sampling = any(isinstance(m, WeightSampling) for m in self.model.modules())
+        gpu = self.device.type == "cuda"
+        self.together = _PASSES if gpu and self.noisy and draws == "per_example" and not self.sampling else 1
+        self.compiled = gpu and engine.compile
+        self.forward = torch.compile(self._forward, dynamic=False) if self.compiled else self._forward
 
-    def __call__(self, posterior: Posterior, inputs: Tensor, samples: int, number: int) -> Tensor:
+    def __call__(
+        self, posterior: Posterior, inputs: Tensor, transform: Transform, samples: int, address: tuple[int | str, ...]
+    ) -> Tensor:
         """Return (M, N, C) for one posterior."""
         state = starting_state(posterior, self.layout, self.device)
-        self.layout.check(state, -1)
+        self.layout.check(state, SERVER)
         passes = samples if self.noisy else 1
         found: Tensor | None = None
-        for index in range(passes):
+        for first in range(0, passes, self.together):
+            count = min(self.together, passes - first)
             weights = state
             if self.draws == "per_pass" and self.noisy:
-                torch.manual_seed(derive(*self.address, number, index, "weights"))
+                torch.manual_seed(derive(*address, first, "weights"))
                 weights = draw(state)
-            for begin, p in self._batches(weights, inputs, (number, index)):
+            for begin, p in self._batches(weights, inputs, transform, count, (*address, first)):
                 if found is None:
                     found = torch.empty(passes, len(inputs), p.shape[-1])
-                found[index, begin : begin + len(p)] = p
-        if found is None:
-            raise ConfigError("predict was given no inputs.")
+                found[first : first + count, begin : begin + p.shape[1]] = p
+        assert found is not None
         return found if passes == samples else found.expand(samples, -1, -1).contiguous()
 
     def _batches(
-        self, state: dict[str, Tensor], inputs: Tensor, address: tuple[int, int]
+        self,
+        state: dict[str, Tensor],
+        inputs: Tensor,
+        transform: Transform,
+        passes: int,
+        address: tuple[int | str, ...],
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first example, probabilities) batch by batch of one pass."""
-        forward: Callable[[Tensor], Tensor] = lambda x: functional_call(self.model, state, (x,))  # noqa: E731
-        if self.sampling and self.draws == "per_example":
-            forward = lambda x: self._each_alone(state, x)  # noqa: E731
+        """Yield (first example, probabilities (passes, batch, C)) batch by batch."""
         for batch, begin in enumerate(range(0, len(inputs), self.batch_size)):
-            place = 0 if self.draws == "per_pass" else batch
-            torch.manual_seed(derive(*self.address, *address, place))
-            x = self.transform(inputs[begin : begin + self.batch_size].to(self.device), client=SERVER)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.engine.precision == "bf16"):
-                logits = forward(x)
-            yield begin, logits.float().softmax(-1).cpu()
+            torch.manual_seed(derive(*address, 0 if self.draws == "per_pass" else batch))
+            raw = inputs[begin : begin + self.batch_size].to(self.device)
+            count = len(raw)
+            if self.compiled and count < self.batch_size:  # one shape, compiled once
+                raw = torch.cat([raw, raw[:1].expand(self.batch_size - count, *raw.shape[1:])])
+            p = self.forward(state, transform(raw, client=SERVER), passes)
+            yield begin, p[:, :count].cpu()
+
+    def _forward(self, state: dict[str, Tensor], x: Tensor, passes: int) -> Tensor:
+        """Return probabilities (passes, batch, C)."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.engine.precision == "bf16"):
+            if self.sampling and self.draws == "per_example":
+                logits = self._each_alone(state, x)[None]
+            elif passes == 1:
+                logits = functional_call(self.model, state, (x,))[None]
+            else:
+                draws = torch.arange(passes, device=x.device)
+                logits = vmap(lambda _: functional_call(self.model, state, (x,)), randomness="different")(draws)
+        return logits.float().softmax(-1)
 
     def _each_alone(self, state: dict[str, Tensor], x: Tensor) -> Tensor:
         """Evaluate every example with weights of its own (direct sampling draws one per call)."""
@@ -119,6 +145,17 @@ class _Evaluator:
 
         largest = max(t.numel() for t in state.values())
         return vmap(one, randomness="different", chunk_size=max(1, 50_000_000 // largest))(x)
+
+
+def _evaluator(model: nn.Module, engine: Engine, draws: str, batch_size: int, examples: int) -> _Evaluator:
+    """Return an evaluator; compiled ones are kept with their network, so that evaluations compile once."""
+    if not engine.compile:
+        return _Evaluator(model, engine, draws, batch_size)
+    key = (engine, draws, min(batch_size, examples))
+    kept = _kept.setdefault(model, {})
+    if key not in kept:
+        kept[key] = _Evaluator(model, engine, draws, min(batch_size, examples))
+    return kept[key]
 
 
 def is_noisy(model: nn.Module) -> bool:
