@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedbayes import config, runner
-from fedbayes.moments import moment_summary
+from fedbayes.moments import moment_summary, section
 from fedbayes.posterior import Gaussian, Posterior
 
 
@@ -32,3 +32,22 @@ def test_precision_runs_log_them_by_client_and_layer():
     assert all(v["moment"] > 0 for layers in moments.values() for v in layers.values())
     plain = runner.run(config.override(e, {"fusion.rule": "fedavg"}), write=False).events
     assert "moments" not in next(x["fusion"] for x in plain if x["kind"] == "round")
+
+
+def test_the_report_draws_them_only_where_they_are():
+    class Run:
+        events = [
+            {"kind": "round", "round": r, "fusion": {"moments": {
+                "0": {"a.weight": {"moment": 1.0, "inverse": 2.0 * r}, "b.weight": {"moment": 1.0, "inverse": 1.0}},
+                "1": {"a.weight": {"moment": 2.0, "inverse": 0.5}, "b.weight": {"moment": 1.0, "inverse": 3.0}},
+            }}}
+            for r in (1, 2, 3)
+        ]  # fmt: skip
+
+    html = section(Run())
+    assert html is not None
+    assert html.count("<svg") == 2
+    assert "client 2" in html
+    assert "1 a.weight, 2 b.weight" in html
+    Run.events = [{"kind": "round", "round": 1, "fusion": {"rule": "nwa"}}]
+    assert section(Run()) is None

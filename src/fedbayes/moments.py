@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .posterior import Posterior
 
 FLOOR = 1e-16
@@ -19,3 +21,22 @@ def moment_summary(posterior: Posterior) -> dict[str, dict[str, float]]:
         v = g.variance.detach().double().clamp_min(FLOOR)
         summary[name] = {"moment": float(v.mean()), "inverse": float((1 / v).mean())}
     return summary
+
+
+def section(run: Any) -> str | None:
+    """Return the report's section on precision weighting: mean inverse second moment by client and by layer, or None."""
+    from .recipes.figures import moment_charts
+
+    rounds = [
+        (e["round"], e["fusion"]["moments"])
+        for e in run.events
+        if e["kind"] == "round" and e.get("fusion", {}).get("moments")
+    ]
+    if not rounds:
+        return None
+    figures = "".join(f"<figure>{svg}</figure>" for svg in moment_charts(rounds) if svg)
+    return (
+        '<p class="note">Each client sends the mean of Adam\'s second moment v beside its weights; equation (6) of Reyes 2021 '
+        "weighs a client by 1/v, so a client high up here counts more. Values are scaled to 0..1, as in the paper.</p>"
+        f'<div class="figures">{figures}</div>'
+    )

@@ -54,7 +54,7 @@ def list_recipes(data_dir: str | Path | None = None, budget: float = 10.0) -> st
             there[name] = True
         except DataError:
             there[name] = False
-    rows = [("recipe", "paper", "needs", "runs", "rounds", "full", "quick", "what")]
+    rows: list[tuple[str, ...]] = [("recipe", "paper", "needs", "runs", "rounds", "full", "quick", "what")]
     for full, quick in books:
         trains = _trains(full)
         needs = " ".join(n + ("" if there[n] else " (absent)") for n in full.needs()) if trains else "nothing"

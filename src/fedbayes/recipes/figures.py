@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -129,35 +130,50 @@ FIGURES["spread-accuracy"] = _spread_against("accuracy", "Accuracy")
 FIGURES["spread-ece"] = _spread_against("ece", "ECE")
 
 
-@figure("moment-by-client")
-def moment_by_client(recipe: Recipe, runs: Runs) -> list[str]:
-    """Mean inverse second moment of each client against round, scaled to 0..1 as printed (Reyes 2021, Figure 7)."""
+Moments = Sequence[tuple[int, Mapping[str, Mapping[str, Mapping[str, float]]]]]
+"""By round: client, tensor, and the means of v and 1/v."""
+
+
+def moment_charts(rounds: Moments) -> list[str]:
+    """Mean inverse second moment by client over rounds, and by layer in the first round (Reyes 2021, Figures 7 and 8)."""
     lines: dict[str, list[tuple[float, float]]] = {}
-    for r, clients in _moments(runs):
+    for r, clients in rounds:
         for client, layers in clients.items():
             lines.setdefault(f"client {int(client) + 1}", []).append((r, _mean(layers, "inverse")))
-    return [chart(_unit(lines), "Mean inverse second moment", "round", "scaled to 0..1")]
-
-
-@figure("moment-by-layer")
-def moment_by_layer(recipe: Recipe, runs: Runs) -> list[str]:
-    """Inverse second moment by layer and client in the first round, scaled to 0..1 (Reyes 2021, Figure 8)."""
-    first = next(iter(_moments(runs)), None)
-    if first is None:
-        return []
-    names = sorted({layer for layers in first[1].values() for layer in layers})
-    lines = {
+    names = sorted({layer for layers in rounds[0][1].values() for layer in layers})
+    first = {
         f"client {int(c) + 1}": [(i + 1.0, layers[n]["inverse"]) for i, n in enumerate(names) if n in layers]
-        for c, layers in first[1].items()
+        for c, layers in rounds[0][1].items()
     }
     key = ", ".join(f"{i + 1} {n}" for i, n in enumerate(names))
+    by_layer = chart(_unit(first), "First round, by layer", "layer", "scaled to 0..1", marks=True)
     return [
-        chart(_unit(lines), "First round, by layer", "layer", "scaled to 0..1", marks=True),
-        f"<p>Layers: {key}.</p>",
+        chart(_unit(lines), "Mean inverse second moment", "round", "scaled to 0..1"),
+        f"{by_layer}<figcaption>Layers: {key}.</figcaption>",
     ]
 
 
-def _moments(runs: Runs) -> list[tuple[int, Mapping[str, Mapping[str, Mapping[str, float]]]]]:
+@figure("moments")
+def moments(recipe: Recipe, runs: Runs) -> list[str]:
+    """The variance analysis of the first run that logged second moments."""
+    found = _moments(runs)
+    return moment_charts(found) if found else []
+
+
+@figure("holdings")
+def holdings(recipe: Recipe, runs: Runs) -> list[str]:
+    """Examples of every class that each client of the first run holds (Reyes 2021, Figure 6)."""
+    for paths, _ in runs.values():
+        for path in paths:
+            who = json.loads((path / "partition.json").read_text(encoding="utf-8"))["clients"]
+            lines = {
+                f"client {i + 1}": [(float(c), float(n)) for c, n in enumerate(w["counts"])] for i, w in enumerate(who)
+            }
+            return [chart(lines, "Who holds what", "class", "examples")]
+    return []
+
+
+def _moments(runs: Runs) -> Moments:
     for paths, _ in runs.values():
         for path in paths:
             found = [

@@ -21,7 +21,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from html import escape
 
+from ..errors import FedBayesError
 from .runs import Run
 
 SectionFunction = Callable[[Run], "str | None"]
@@ -53,6 +55,10 @@ def register(name: str, function: SectionFunction | str, title: str = "") -> Non
     sections[name] = Section(name, title or name.replace("-", " ").capitalize(), function)
 
 
+register("operator-queue", "fedbayes.report.sonar:queue", "The operator's queue")
+register("variance-analysis", "fedbayes.moments:section", "What precision weighting weighs by")
+
+
 def section(name: str, title: str = "") -> Callable[[SectionFunction], SectionFunction]:
     """Decorator form of ``register``."""
 
@@ -66,7 +72,10 @@ def section(name: str, title: str = "") -> Callable[[SectionFunction], SectionFu
 def extras(run: Run) -> Iterator[tuple[str, str, str]]:
     """Yield (anchor, heading, HTML) of every section that has something to say about a run."""
     for entry in sections.values():
-        html = entry.render(run)
+        try:
+            html = entry.render(run)
+        except (FedBayesError, ImportError) as error:  # what cannot be shown is said; the page does not fail over it
+            html = f'<p class="remark">This section could not be made: {escape(str(error))}</p>'
         if html:
             yield entry.name, entry.title, html
     file = run.path / "report-extra.html"
