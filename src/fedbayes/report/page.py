@@ -14,11 +14,12 @@ import torch
 
 from .. import uncertainty
 from ..errors import RunError
-from . import comparison, examples, figures, prose, style, tables
+from . import comparison, examples, figures, matrices, prose, style, tables
 from .pictures import Picture, matplotlib_modules
 from .runs import Run, find_runs
 from .sections import extras
 
+PACKAGE = "fedbayes.report"
 SAMPLES_SHOWN = ("entropy", "aleatoric", "epistemic", "mutual_information")
 
 
@@ -145,7 +146,7 @@ def _learning(run: Run, page: Page) -> Part:
 
 
 def _trust(run: Run, page: Page) -> Part:
-    drawn = page.draw(figures.reliability(run), figures.confusion(run))
+    drawn = page.draw(figures.reliability(run), matrices.confusion(run))
     m, words = run.headline, []
     if drawn:
         words = [
@@ -224,7 +225,7 @@ def _groups_of_inputs(run: Run) -> Part:
 
 
 def _holding(run: Run, page: Page) -> Part:
-    return Part("holding", "Who held what", figures=page.draw(figures.partition(run)))
+    return Part("holding", "Who held what", figures=page.draw(matrices.partition(run)))
 
 
 def _posterior(run: Run, page: Page) -> Part:
@@ -286,7 +287,7 @@ def _several(runs: Sequence[Run], out: Path) -> Path:
              ["Accuracy on the inputs that are left when the least sure are set aside (Fischer et al. 2024, Figs. 2, 4, 6 and 7)."]
              if drawn["knowing"] else [], page.draw(*drawn["knowing"])),
         Part("trust", "Can their confidence be taken at its word?", figures=page.draw(*drawn["trust"])),
-        Part("holding", "Who held what", figures=page.draw(figures.partition(runs[0])) if len({tables.partition_text(tables._compared(r)) for r in runs}) == 1 else ()),
+        Part("holding", "Who held what", figures=page.draw(matrices.partition(runs[0])) if len({tables.partition_text(tables._compared(r)) for r in runs}) == 1 else ()),
         Part("runs", "The runs", table=_run_list(groups, out)),
     ]  # fmt: skip
     _table_csv(table, page.folder)
@@ -359,7 +360,7 @@ def _template() -> Any:
         raise RunError(
             'the report needs jinja2, which is not installed: pip install "fedbayes[report]" brings it.'
         ) from None
-    source = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
+    source = resources.files(PACKAGE).joinpath("page.html.j2").read_text(encoding="utf-8")
     return jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(source)
@@ -372,14 +373,14 @@ def _unbroken(value: Any) -> Any:
 
 def _css() -> str:
     light, dark = style.css_variables()
-    text = resources.files(__package__ or "fedbayes.report").joinpath("page.css").read_text(encoding="utf-8")
+    text = resources.files(PACKAGE).joinpath("page.css").read_text(encoding="utf-8")
     return text.replace("LIGHT", light).replace("DARK", dark)
 
 
 def partition_figure(counts: Any, classes: Sequence[str], names: Sequence[str], path: str | Path) -> Path:
     """Draw who gets what (clients × classes) to ``path``; its ending (.png, .svg, .pdf) chooses the format."""
     path = Path(path)
-    picture = figures.partition_picture(np.asarray(counts), classes, names)
+    picture = matrices.partition_picture(np.asarray(counts), classes, names)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise RunError(f"{path}: a picture's name must end in .png, .svg or .pdf.")

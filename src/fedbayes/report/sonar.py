@@ -121,7 +121,7 @@ def _confusion(m: _Material) -> str:
     counts = confusion(m.pooled.values["prediction"], labels, len(classes))
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     names = short_names(classes)
-    from .figures import shade, ticks
+    from .matrices import shade, ticks
 
     with drawing():
         figure, axes = panel((4.3, 3.9))

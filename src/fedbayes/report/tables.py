@@ -235,7 +235,7 @@ def findings(t: Table) -> list[str]:
     for j, column in enumerate(t.columns):
         if column.key not in ("accuracy", "nll", "ece"):
             continue
-        cells = [(g, row[j]) for g, row in zip(t.groups, t.cells) if row[j] is not None]
+        cells = [(g, cell) for g, row in zip(t.groups, t.cells) if (cell := row[j]) is not None]
         if len(cells) < 2:
             continue
         ordered = sorted(cells, key=lambda gc: -gc[1].mean * column.better)
