@@ -1,7 +1,7 @@
 """Passive sonar: recordings, their pictures, splits that keep recordings whole, and a synthetic sea."""
 
 from .augment import SonarPictures, SonarWaveforms
-from .extract import Features, extract
+from .extraction import Features, extract
 from .layouts import LAYOUTS, catalogue
 from .pictures import Picture, make_picture
 from .pooling import Pooled, confusion, pool

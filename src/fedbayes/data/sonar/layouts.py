@@ -16,7 +16,7 @@ from ...errors import DataError, nearest
 from .recordings import Recording, Unreadable, audio_files, facts
 from .workbook import read_workbook
 
-DEEPSHIP_CLASSES = {"cargo": "Cargo", "passengership": "Passengership", "passenger": "Passengership", "tanker": "Tanker", "tug": "Tug"}  # fmt: skip
+DEEPSHIP_CLASSES = {"Cargo": "Cargo", "Passengership": "Passengership", "Passenger": "Passengership", "Tanker": "Tanker", "Tug": "Tug"}  # fmt: skip
 SHIPSEAR_GROUPS = {
     "A": "workboat",
     "B": "motorboat",
@@ -145,11 +145,12 @@ def read_folder(folder: Path) -> list[Recording]:
 
 
 def is_deepship(folder: Path) -> bool:
-    """Whether the class folders are DeepShip's and a metafile or a numbered recording lies in one."""
-    classes = [p for p in folder.iterdir() if p.is_dir() and p.name.lower() in DEEPSHIP_CLASSES]
+    """Whether the class folders are DeepShip's, with numbered recordings or a metafile."""
+    classes = [p for p in folder.iterdir() if p.is_dir() and p.name in DEEPSHIP_CLASSES]
     others = [p for p in folder.iterdir() if p.is_dir() and p not in classes and audio_files(p)]
-    numbered = (any(p.stem.isdigit() for p in audio_files(c)) or _metafile(c) is not None for c in classes)
-    return bool(classes) and not others and any(numbered)
+    names = [Path(p.relative_to(c).parts[0]).stem for c in classes for p in audio_files(c)]
+    numbered = bool(names) and all(name.isdigit() for name in names)
+    return bool(classes) and not others and (numbered or any(_metafile(c) for c in classes))
 
 
 def read_deepship(folder: Path) -> list[Recording]:
@@ -159,8 +160,8 @@ def read_deepship(folder: Path) -> list[Recording]:
     in which at least nine of ten files do: in the public part the tankers' metafile belongs to other recordings.
     """
     recordings = []
-    for directory in sorted(p for p in folder.iterdir() if p.is_dir() and p.name.lower() in DEEPSHIP_CLASSES):
-        label = DEEPSHIP_CLASSES[directory.name.lower()]
+    for directory in sorted(p for p in folder.iterdir() if p.is_dir() and p.name in DEEPSHIP_CLASSES):
+        label = DEEPSHIP_CLASSES[directory.name]
         files = audio_files(directory)
         ships = _deepship_ships(directory, files)
         for path in files:

@@ -93,7 +93,8 @@ def _to_db(power: Tensor) -> Tensor:
 def _logmel(p: Picture, waveforms: Tensor) -> Tensor:
     window = min(power_of_two(p.window * p.rate), p.samples)
     hop = max(1, (p.samples - window) // max(1, p.frames - 1))
-    looks = -(-hop // window)  # long segments: several looks averaged into one frame, so that no sound falls between
+    # where frames lie far apart, several looks are averaged into each, half a window apart: no sound falls between
+    looks = 1 if hop <= 0.75 * window else -(-hop // (window // 2))
     hop = max(1, (p.samples - window) // max(1, p.frames * looks - 1))
     power = spectrogram(waveforms, window, hop)[..., : p.frames * looks]
     bands = torch.matmul(mel_filters(p.bands, window, p.rate, p.low, p.high).to(power), power)

@@ -17,7 +17,7 @@ from ...experiment import Sonar
 from ..examples import Dataset, Examples
 from ..sources import Request, data_directory, register_source
 from . import sea
-from .extract import Features, cache_file, cached, extract, picture_blocks
+from .extraction import Features, cache_file, cached, extract, picture_blocks
 from .layouts import catalogue
 from .pictures import Picture, make_picture
 from .recordings import Recording, Skipped

@@ -1,0 +1,95 @@
+"""Any file that libsndfile reads becomes the same mono stream; what cannot be used says why."""
+
+import numpy as np
+import pytest
+
+from fedbayes.data.sonar.recordings import Recording, Unreadable, facts, read, stream
+
+
+def recording(path, **kwargs):
+    return Recording(path, "ship", "r", **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "subtype"),
+    [(".wav", "PCM_16"), (".wav", "PCM_24"), (".wav", "PCM_32"), (".wav", "FLOAT"), (".wav", "DOUBLE"), (".wav", "PCM_U8"), (".flac", "PCM_16"), (".flac", "PCM_24")],
+)  # fmt: skip
+def test_every_sample_format_gives_the_same_sound(tmp_path, write, make_tone, suffix, subtype):
+    samples = make_tone()
+    got = read(recording(write(tmp_path / f"a{suffix}", samples, subtype=subtype)), 16000)
+    step = {"PCM_U8": 2**-7, "PCM_16": 2**-15}.get(subtype, 2**-22)
+    assert np.abs(got - samples).max() <= 1.01 * step
+
+
+@pytest.mark.parametrize("original", [8000, 11025, 44100, 48000, 96000])
+def test_a_tone_keeps_its_frequency_and_level_at_any_rate(tmp_path, write, original):
+    t = np.arange(original * 2) / original
+    path = write(tmp_path / "a.wav", 0.4 * np.sin(2 * np.pi * 1000 * t), original)
+    got = read(recording(path), 16000)
+    assert abs(len(got) - 32000) <= 2
+    middle = got[4000:28000]
+    spectrum = np.abs(np.fft.rfft(middle * np.hanning(len(middle))))
+    assert spectrum.argmax() * 16000 / len(middle) == pytest.approx(1000, abs=1)
+    assert np.sqrt(2 * np.mean(middle**2)) == pytest.approx(0.4, rel=0.01)
+
+
+def test_nothing_folds_down_from_above_the_new_nyquist(tmp_path, write):
+    t = np.arange(96000 * 2) / 96000
+    path = write(tmp_path / "a.wav", 0.4 * np.sin(2 * np.pi * 11000 * t), 96000, subtype="FLOAT")
+    assert np.sqrt(np.mean(read(recording(path), 16000)[2000:-2000] ** 2)) < 1e-4 * 0.28
+
+
+@pytest.mark.parametrize("original", [16000, 44100])
+def test_streaming_in_small_blocks_equals_reading_at_once(tmp_path, write, make_tone, original):
+    path = write(tmp_path / "a.flac", make_tone(3.3, original), original)
+    whole = read(recording(path), 16000)
+    parts = list(stream(recording(path), 16000, seconds=0.37))
+    assert len(parts) > 5
+    assert np.allclose(np.concatenate(parts), whole, atol=1e-6)
+
+
+def test_channels_mean_choice_and_a_missing_one(tmp_path, write, make_tone):
+    a, b = make_tone(hertz=300), make_tone(hertz=900, seed=1)
+    path = write(tmp_path / "a.wav", np.stack([a, b], 1), subtype="FLOAT")
+    assert np.allclose(read(recording(path), 16000), (a + b) / 2, atol=1e-6)
+    assert np.allclose(read(recording(path), 16000, channel=1), b)
+    with pytest.raises(Unreadable, match=r"has 2 channel\(s\), channel 4"):
+        read(recording(path), 16000, channel=4)
+
+
+def test_a_part_of_a_file(tmp_path, write, make_tone):
+    samples = make_tone(4)
+    path = write(tmp_path / "a.wav", samples, subtype="FLOAT")
+    assert np.array_equal(read(recording(path, start=1.0, stop=2.5), 16000), samples[16000:40000])
+    with pytest.raises(Unreadable, match="lies outside"):
+        read(recording(path, start=9.0), 16000)
+
+
+def test_what_is_wrong_is_said(tmp_path, write, make_tone):
+    cases = {
+        "is silent": write(tmp_path / "silent.wav", np.zeros(16000)),
+        "cancel": write(tmp_path / "cancel.wav", np.stack([make_tone(), -make_tone()], 1)),
+        "not finite": write(tmp_path / "nan.wav", np.array([0.1, np.nan] * 8000), subtype="FLOAT"),
+        "is empty": write(tmp_path / "empty.wav", np.zeros(0)),
+    }
+    (tmp_path / "text.wav").write_text("not audio")
+    cases["cannot be decoded"] = tmp_path / "text.wav"
+    whole = write(tmp_path / "whole.flac", make_tone(4)).read_bytes()
+    (tmp_path / "torn.flac").write_bytes(whole[: len(whole) // 2])
+    for reason, path in cases.items():
+        with pytest.raises(Unreadable, match=reason):
+            read(recording(path), 16000)
+    with pytest.raises(Unreadable, match="decoded|ends"):
+        read(recording(tmp_path / "torn.flac"), 16000)
+    with pytest.raises(Unreadable, match="cannot be decoded"):
+        read(recording(tmp_path / "absent.wav"), 16000)
+
+
+def test_a_constant_offset_is_silence_too(tmp_path, write):
+    with pytest.raises(Unreadable, match="silent"):
+        read(recording(write(tmp_path / "dc.wav", np.full(16000, 0.25), subtype="FLOAT")), 16000)
+
+
+def test_facts_come_from_the_header(tmp_path, write, make_tone):
+    found = facts(write(tmp_path / "a.wav", np.stack([make_tone(2, 8000)] * 3, 1), 8000))
+    assert (found.rate, found.channels, found.seconds) == (8000, 3, 2.0)
