@@ -125,7 +125,7 @@ class Network:
     def register(self, name: str) -> Path:
         """Make a key pair, register its public half with the SuperLink, return the private half's file."""
         private, public = make_node_key(self.folder / "keys", name)
-        done = self.command(["flwr", "supernode", "register", str(public), "rehearsal"])
+        done = self.command(["flwr", "supernode", "register", str(public), "rehearsal", "--name", name])
         if done.returncode:
             raise RunError(f"The SuperLink did not register the key of {name}: {_last_lines(done.stdout)}")
         return private
@@ -174,6 +174,19 @@ class Network:
         if process is not None:
             _signal_group(process, signal.SIGKILL)
             process.wait()
+
+    def pause_node(self, number: int) -> None:
+        """Stop a node and what it runs without ending them (SIGSTOP): a machine that hangs."""
+        process = self.nodes[number].process
+        if process is not None:
+            _signal_group(process, signal.SIGSTOP)
+
+    def kill_server_app(self) -> bool:
+        """Kill the process of the ServerApp at once; whether there was one."""
+        found = [pid for pid in marked_processes(self.tag) if "flwr-serverapp" in _command_of(pid)]
+        for pid in found:
+            _kill(pid)
+        return bool(found)
 
     def kill_superlink(self) -> None:
         """Kill the SuperLink at once; its ServerApp processes follow it by themselves."""
@@ -267,6 +280,13 @@ def marked_processes(tag: str) -> list[int]:
         if alive and int(entry.name) != os.getpid():
             found.append(int(entry.name))
     return found
+
+
+def _command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
 
 
 class _signals_held:
