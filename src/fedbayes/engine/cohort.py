@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..cohort import Assignment, Update
 from ..data import Examples, Transform
-from ..errors import ConfigError, RunError
+from ..errors import ConfigError, DataError, RunError
 from ..experiment import Engine, Local
 from .choice import choose_lanes
 from .graph import GraphLoop
@@ -130,6 +130,10 @@ class LocalCohort:
         if not 0 <= assignment.client < len(shards):
             raise RunError(
                 f"client {assignment.client} does not exist: this cohort holds clients 0 to {len(shards) - 1}."
+            )
+        if len(shards[assignment.client]) == 0:
+            raise DataError(
+                f"client {assignment.client} holds no examples, so it cannot train; leave it out of the round."
             )
         memory = self._memories.get((assignment.run, assignment.client)) if self.setting.local.keep_state else None
         return Job(assignment, shards[assignment.client], memory)
