@@ -103,7 +103,7 @@ def test_shipsear_by_table_and_by_letters(tmp_path):
     assert {r.recording: r.label for r in catalogue(letters)} == {"6": "passenger", "95": "workboat", "81": "ambient"}
     bare = tmp_path / "bare"
     touch(bare, *names)
-    with pytest.raises(DataError, match="its class is unknown; put shipsEar.xlsx"):
+    with pytest.raises(DataError, match=r"its class is unknown; put shipsEar\.xlsx"):
         catalogue(bare)
 
 

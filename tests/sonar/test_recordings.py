@@ -79,7 +79,7 @@ def test_what_is_wrong_is_said(tmp_path, write, make_tone):
     for reason, path in cases.items():
         with pytest.raises(Unreadable, match=reason):
             read(recording(path), 16000)
-    with pytest.raises(Unreadable, match="decoded|ends"):
+    with pytest.raises(Unreadable, match=r"decoded|ends"):
         read(recording(tmp_path / "torn.flac"), 16000)
     with pytest.raises(Unreadable, match="cannot be decoded"):
         read(recording(tmp_path / "absent.wav"), 16000)

@@ -80,7 +80,7 @@ def test_leave_one_recording_out():
         assert len(set(groups[held])) == 1
     with pytest.raises(ConfigError, match="it must be 2 to 7"):
         choose_test(groups, groups % 2, np.ones(35), share=0.25, folds=8, fold=0, seed=3)
-    with pytest.raises(ConfigError, match="'sonar.fold' is 7"):
+    with pytest.raises(ConfigError, match=r"'sonar\.fold' is 7"):
         choose_test(groups, groups % 2, np.ones(35), share=0.25, folds=7, fold=7, seed=3)
 
 

@@ -81,6 +81,3 @@ def extras(run: Run) -> Iterator[tuple[str, str, str]]:
     file = run.path / "report-extra.html"
     if file.exists():
         yield "extra", "", file.read_text(encoding="utf-8")
-
-
-register("operators-queue", "fedbayes.report.sonar:queue", "For the operator: what to listen to first")
