@@ -50,7 +50,7 @@ def _overlay(
             ]
         axes.set_title(title)
         draw(axes)
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2 if max(len(g.label) for _, g, _ in lines) < 20 else 1,
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2 if max(len(g.label) for _, g, _ in lines) < 27 else 1,
                       handlelength=1.6, columnspacing=1.2, fontsize=8.5)  # fmt: skip
     return Picture(name, title, caption, figure, ("group", *header, "mean", "lowest", "highest"), rows)
 
@@ -133,7 +133,7 @@ def reliability(groups: Sequence[Group]) -> Picture | None:
             return None
         v = test.per_example
         t = uncertainty.tabulate(torch.as_tensor(v["confidence"]), torch.as_tensor(v["correct"]), bins=run.bins)
-        filled = (t.count > 0).numpy()
+        filled = (t.count >= 0.01 * t.count.sum()).numpy()
         return t.confidence.numpy()[filled], t.accuracy.numpy()[filled]
 
     def draw(axes: Any) -> None:
@@ -148,7 +148,7 @@ def reliability(groups: Sequence[Group]) -> Picture | None:
         draw,
         "compare-reliability",
         "Reliability",
-        "Below the dashed line too sure, above it too modest.",
+        "Below the dashed line too sure, above it too modest. Bins of less than 1 % of the inputs are left out.",
         ("confidence",),
     )
 
@@ -171,7 +171,7 @@ def alive(groups: Sequence[Group]) -> Picture | None:
             rows += [(g.label, h["epistemic"], h["accuracy"]) for h in heads]
         axes.set(title="Accurate, and still unsure?", xlabel="mean epistemic uncertainty (0 drawn at the left edge)",
                  ylabel="accuracy, %", xscale="log")  # fmt: skip
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2 if max(len(g.label) for _, g, _ in points) < 20 else 1,
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2 if max(len(g.label) for _, g, _ in points) < 27 else 1,
                       handlelength=1.2, fontsize=8.5)  # fmt: skip
     caption = "Each point is a run. Far left: point models, whatever their name; top right is where one wants to be."
     return Picture(

@@ -256,7 +256,9 @@ def findings(t: Table) -> list[str]:
             )
         )
     if not t.repeated:
-        out.append("Every row is a single run, so nothing here tells a difference from luck: repeat with --seeds 3.")
+        out.append(
+            f"Every row is a single run, so nothing here tells a difference from luck: repeat with --seeds 3.{_sampling(t)}"
+        )
     gone = [g.label for g in t.groups if g.collapsed]
     if gone:
         out.append(
@@ -264,6 +266,19 @@ def findings(t: Table) -> list[str]:
             f"{'model' if len(gone) == 1 else 'models'} in all but name, and should be compared as such."
         )
     return out
+
+
+def _sampling(t: Table) -> str:
+    """How much an accuracy is uncertain from the size of the test set alone."""
+    column = next((j for j, c in enumerate(t.columns) if c.key == "accuracy"), None)
+    cells = [row[column] for row in t.cells] if column is not None else []
+    accuracies = [c.mean for c in cells if c]
+    evaluations = t.groups[0].runs[0].evaluations("test")
+    n = int(evaluations[-1].get("examples", 0)) if evaluations else 0
+    if not n or not accuracies:
+        return ""
+    a = statistics.fmean(accuracies)
+    return f" Being measured on {n:,} test inputs, each accuracy is uncertain by ± {196 * math.sqrt(a * (1 - a) / n):.1f} points already."
 
 
 def _list(names: Sequence[str]) -> str:
