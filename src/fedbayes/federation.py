@@ -23,7 +23,7 @@ from .moments import moment_summary
 from .objective import client_prior, kl_divisor
 from .posterior import Posterior, Refusal, check
 from .rundir import RunDirectory
-from .seeds import numpy_rng
+from .seeds import derive, numpy_rng
 from .server import server_step
 
 Event = dict[str, Any]
@@ -162,7 +162,10 @@ class Federation:
         return [self._assignment(client, number, sizes) for client in clients]
 
     def _accumulator(self) -> Accumulator:
-        return Accumulator(self.rule, reference=self.posterior, previous=self.posterior)
+        rule, number = self.rule, self.round + 1
+        if "seed" in rule.options():  # a rule that draws (ppa) draws anew every round
+            rule = get_rule(rule, seed=derive(self.experiment.seed, "fusion", rule.options()["seed"], number))
+        return Accumulator(rule, reference=self.posterior, previous=self.posterior)
 
     def _assignment(self, client: int, number: int, sizes: Mapping[int, int]) -> Assignment:
         e = self.experiment
