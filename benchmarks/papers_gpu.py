@@ -47,6 +47,11 @@ STUDIES = {
         {"data.mean": "global"},  # clients' own means forbid sharing a launch; the reading pixel_mean=global
     ),
     "fischer-pretrained": Study("fischer-table-4", ("pretrain=yes",)),
+    "reyes-mnist": Study("reyes-table-2", ("batch=200 dataset=mnist",)),
+    "reyes-fashion": Study("reyes-table-2", ("batch=200 dataset=fashion-mnist",)),
+    "reyes-rounds": Study("reyes-table-5", ("fraction=0.1",)),
+    "ozer-10": Study("ozer-spread-10-clients", ("dataset=fashion-mnist partition=dirichlet-0.5 weights=equal",)),
+    "ozer-100": Study("ozer-spread-100-clients", ("dataset=fashion-mnist partition=dirichlet-0.5 weights=equal",)),
 }
 
 
@@ -64,6 +69,7 @@ def main() -> int:
     p.add_argument("--minutes", type=float, default=9.0, help="time of this call")
     p.add_argument("--seeds", type=int, default=1)
     p.add_argument("--rounds", type=int, default=0, help="fewer rounds than the paper's (schedules shrink with them)")
+    p.add_argument("--reading", action="append", default=[], metavar="NAME=OPTION", help="e.g. sign=fisher")
     p.add_argument("--only", action="append", default=[], help="further words the cells must hold, e.g. method=fedbe")
     p.add_argument("--scale", choices=["full", "quick", "smoke"], default="full")
     p.add_argument("--device", default="auto")
@@ -96,17 +102,25 @@ def carry_out(options: argparse.Namespace) -> int:
         changes["rounds"] = options.rounds
     data = unpacked(options.parts, options.state)
     stop_in_time(started, options.minutes * 60)
+    readings = dict(item.split("=", 1) for item in options.reading)
     only = [" ".join([item, *options.only]) for item in study.only]
     finished = True
     try:
         made = recipes.reproduce(
-            study.recipe, options.scale, only, options.state, data, changes=changes, seeds=options.seeds
+            study.recipe,
+            options.scale,
+            only,
+            options.state,
+            data,
+            changes=changes,
+            seeds=options.seeds,
+            readings=readings,
         )
     except TimeIsUp as stop:
         finished = False
         print(stop)
         made = recipes.reproduce(
-            study.recipe, options.scale, only, options.state, data, changes=changes, seeds=options.seeds,
+            study.recipe, options.scale, only, options.state, data, changes=changes, seeds=options.seeds, readings=readings,
             run_many=lambda items: None,
         )  # fmt: skip
     print(made)
@@ -123,6 +137,9 @@ def unpacked(parts: Path | None, state: Path) -> Path | None:
     folder = state.parent / "papers-data"
     if not (folder / "cifar-10-batches-py" / "test_batch").exists():
         subprocess.run([sys.executable, str(parts / "unpack.py"), str(folder), "cifar10"], check=True)
+    for name in ("mnist", "fashion-mnist"):
+        if (parts / name).is_dir() and not (folder / name).exists():
+            (folder / name).symlink_to((parts / name).resolve(), target_is_directory=True)
     return folder
 
 

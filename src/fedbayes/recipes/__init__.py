@@ -40,24 +40,21 @@ def list_recipes(data_dir: str | Path | None = None, budget: float = 10.0) -> st
     The time comes from a measurement of about ``budget`` seconds (0: none) of plain training steps; lanes on a GPU are
     faster than that. Recipes that share cells (figures and their tables) are listed with the whole time each.
     """
-    from ..data import load_source
-    from ..errors import DataError
+    from ..data.fetch import describe_sources
     from . import timing
 
     books = [(load_recipe(n, "full"), load_recipe(n, "quick")) for n in recipe_names()]
     works = {timing.work_of(c.experiment) for pair in books for r in pair for c in r.cells if _trains(r)}
     speeds = timing.measure(works, budget) if budget > 0 else {}
-    there: dict[str, bool] = {}
-    for name in {n for full, _ in books for n in full.needs()}:
-        try:
-            load_source(name, data_dir=data_dir)
-            there[name] = True
-        except DataError:
-            there[name] = False
+    there = {row.name for row in describe_sources(data_dir) if row.present in ("yes", "built in")}
     rows: list[tuple[str, ...]] = [("recipe", "paper", "needs", "runs", "rounds", "full", "quick", "what")]
     for full, quick in books:
         trains = _trains(full)
-        needs = " ".join(n + ("" if there[n] else " (absent)") for n in full.needs()) if trains else "nothing"
+        needs = (
+            " ".join(n + ("" if n in there or Path(n).is_file() else " (absent)") for n in full.needs())
+            if trains
+            else "nothing"
+        )
         times = [timing.duration(timing.seconds(r, speeds)) if speeds and trains else "–" for r in (full, quick)]
         runs = str(len(full.cells) * full.seeds) if trains else "0"
         rounds = str(max(c.experiment.rounds for c in full.cells)) if trains else "0"

@@ -215,7 +215,7 @@ SMOKE: dict[str, Any] = {
     "pretrain.epochs": 1,
 }  # fmt: skip
 SMOKE_CLIENTS = 5
-QUICK: dict[str, Any] = {"data.limit": 5000, "data.test_limit": 2000, "evaluation.samples": 10}
+QUICK: dict[str, Any] = {"data.limit": 2000, "data.test_limit": 500, "evaluation.samples": 5}
 
 
 def _scaled(cell: Cell, table: Mapping[str, Any], scale: str, source: str) -> Cell:
@@ -231,10 +231,11 @@ def _scaled(cell: Cell, table: Mapping[str, Any], scale: str, source: str) -> Ce
         }  # fmt: skip
     else:
         rounds = max(1, min(e.rounds, 10))
-        changes = {**QUICK, "rounds": rounds, "evaluation.every": 1, "local.epochs": min(e.local.epochs, 5)}
+        changes = {**QUICK, "rounds": rounds, "local.epochs": min(e.local.epochs, 2)}
+        changes["evaluation.every"] = 1 if e.evaluation.every == 1 else 2
         changes |= {"pretrain.epochs": min(e.pretrain.epochs, 10), "schedule.silent": min(e.schedule.silent, rounds)}
         if e.distill.enabled:
-            changes |= {"distill.epochs": min(e.distill.epochs, 10), "distill.swa_start": 40, "distill.swa_cycle": 5}
+            changes |= {"distill.epochs": min(e.distill.epochs, 10), "distill.swa_start": 20, "distill.swa_cycle": 5}
             changes |= {"distill.samples": min(e.distill.samples, 5)}
     own = _flat(table.get("scale", {}).get(scale, {}))
     return Cell(cell.at, config.override(e, {**changes, **own}, f"{source}, scale {scale}"), cell.model)

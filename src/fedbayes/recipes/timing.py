@@ -29,34 +29,34 @@ SIZES = {
     "digits": 1437,
 }
 TESTS = {"svhn": 26_032, "digits": 360}
-MEASURED_TEST_BATCH = 200
+BATCH = 32
+"""Examples per measured step and pass; the time of other batch sizes is taken to be proportional."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a recipe's time depends on: one network with its batch, and how much of it there is."""
+    """What the time of a step depends on beside the batch size: one network on inputs of one shape."""
 
     network: str
     kind: str
-    data: str
-    batch: int
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of one training step, and of one example's forward pass at evaluation."""
+    """Seconds per example of a training step (in batches of 32), and of a forward pass at evaluation."""
 
-    step: float
+    train: float
     example: float
 
 
 def work_of(e: Experiment) -> Work:
     """Return the work one experiment's steps are made of."""
-    return Work(e.model.name, e.model.kind, e.data.name, e.local.batch_size)
+    return Work(e.model.name, e.model.kind, SHAPES.get(e.data.name, (3, 32, 32)))
 
 
-def steps_and_passes(e: Experiment) -> tuple[float, float]:
-    """Return the training steps of a whole run, and the examples its evaluations pass through the network."""
+def examples_of(e: Experiment) -> tuple[float, float]:
+    """Return the examples a whole run trains on (full batches, every epoch), and those it passes through for evaluation."""
     train = e.data.limit or SIZES.get(e.data.name, 50_000)
     test = e.data.test_limit or TESTS.get(e.data.name, 10_000)
     held = (
@@ -68,24 +68,25 @@ def steps_and_passes(e: Experiment) -> tuple[float, float]:
     share = train * (1 - held) / clients
     chosen = max(1, round(e.participation.fraction * clients))
     epochs = (e.local.epochs_max + 1) / 2 if e.local.epochs_max else e.local.epochs
-    steps = e.rounds * chosen * (e.local.steps or epochs * math.ceil(share / e.local.batch_size))
+    steps = e.local.steps or epochs * math.ceil(share / e.local.batch_size)
+    trained = e.rounds * chosen * steps * e.local.batch_size
     samples = 1 if e.model.kind == "deterministic" else e.evaluation.samples
     passes = math.ceil(e.rounds / e.evaluation.every) * samples * (test + train * e.data.validation)
     if e.distill.enabled:
         unlabelled = train * e.distill.fraction
         members = 1 + chosen + e.distill.samples
-        steps += e.rounds * e.distill.epochs * math.ceil(unlabelled / e.distill.batch_size)
+        trained += e.rounds * e.distill.epochs * unlabelled
         passes += e.rounds * members * unlabelled + math.ceil(e.rounds / e.evaluation.every) * (members + chosen) * test
-    return steps, passes
+    return trained, passes
 
 
 def seconds(recipe: Recipe, speeds: dict[Work, Speed]) -> float:
     """Return the projected seconds of a recipe (all cells, all seeds), one client after the other."""
     total = 0.0
     for cell in recipe.cells:
-        steps, passes = steps_and_passes(cell.experiment)
+        trained, passes = examples_of(cell.experiment)
         speed = speeds[work_of(cell.experiment)]
-        total += steps * speed.step + passes * speed.example
+        total += trained * speed.train + passes * speed.example
     return total * recipe.seeds
 
 
@@ -93,24 +94,25 @@ def measure(works: Iterable[Work], budget: float = 10.0, device: str = "auto") -
     """Time a plain training step and a forward pass of each kind of work, in about ``budget`` seconds together."""
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     wanted = sorted(set(works), key=repr)
-    each = budget / max(1, len(wanted)) / 2
+    speeds: dict[Work, Speed] = {}
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
         torch.manual_seed(derive("timing"))
-        return {work: _measure(work, each, place) for work in wanted}
+        ends = time.perf_counter() + budget
+        for left, work in zip(range(len(wanted), 0, -1), wanted, strict=True):
+            speeds[work] = _measure(work, (ends - time.perf_counter()) / left / 2, place)
+    return speeds
 
 
 def _measure(work: Work, budget: float, device: torch.device) -> Speed:
-    shape = SHAPES.get(work.data, (3, 32, 32))
-    model = build(work.network, work.kind, classes=10, in_channels=shape[0], input_shape=shape).to(device)
+    model = build(work.network, work.kind, classes=10, in_channels=work.shape[0], input_shape=work.shape).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    x = torch.randn(work.batch, *shape, device=device)
-    y = torch.randint(10, (work.batch,), device=device)
-    test = torch.randn(MEASURED_TEST_BATCH, *shape, device=device)
+    x = torch.randn(BATCH, *work.shape, device=device)
+    y = torch.randint(10, (BATCH,), device=device)
     step = _time(lambda: _step(model, optimizer, x, y), budget, device)
     model.eval()
     with torch.no_grad():
-        forward = _time(lambda: model(test), budget, device)
-    return Speed(step, forward / MEASURED_TEST_BATCH)
+        forward = _time(lambda: model(x), budget, device)
+    return Speed(step / BATCH, forward / BATCH)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
