@@ -60,10 +60,11 @@ def draw(round_: Round, settings: Distill, seed_address: Sequence[int | str]) ->
     if sampler is None:
         hint = nearest(settings.distribution, distributions())
         raise ConfigError(f"distill.distribution = '{settings.distribution}' is not known; {hint}")
-    device = _device(round_.fused)
     models = []
     for m in range(settings.samples):
-        generator = torch.Generator(device=device).manual_seed(derive(*seed_address, "model", m))
+        generator = torch.Generator().manual_seed(
+            derive(*seed_address, "model", m)
+        )  # host: same models on every device
         models.append(sampler(round_, settings, generator))
     return models
 
@@ -118,7 +119,7 @@ def dirichlet_weights(weights: Sequence[float], alpha: float, generator: torch.G
     """
     if not alpha > 0:
         raise ConfigError(f"distill.dirichlet_alpha = {alpha}: a Dirichlet needs a concentration above 0.")
-    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    seed = int(torch.randint(2**62, (), generator=generator))
     gamma = np.random.default_rng(seed).dirichlet(np.full(len(weights), alpha))
     scaled = gamma * np.array(_normalised(weights, len(weights)))
     return [float(s) for s in scaled / scaled.sum()]
@@ -152,7 +153,7 @@ def _gaussian_released(round_: Round, settings: Distill, generator: torch.Genera
         raise ConfigError("distill.distribution = 'gaussian-released' needs the previous global model; there is none.")
     drawn = {}
     for name in _names(round_.clients[0]):
-        before = _centre(round_.previous, name).double()
+        before = _centre(round_.previous, name).double().to(_centre(round_.clients[0], name).device)
         moves = torch.stack([_centre(c, name).double() - before for c in round_.clients])
         lengths = moves.flatten(1).norm(dim=1)
         if not bool((lengths > 0).all()):
@@ -169,14 +170,14 @@ def _gaussian_released(round_: Round, settings: Distill, generator: torch.Genera
 def _rebuild(round_: Round, drawn: Mapping[str, Tensor]) -> Posterior:
     """Put drawn tensors into the form of the fused posterior; fixed and integer tensors are the fused ones."""
     fused = round_.fused
-    gaussians = {n: Gaussian(drawn[n].to(g.mean.dtype), g.variance) for n, g in fused.gaussians.items()}
-    points = {n: t if n in round_.fixed or n not in drawn else drawn[n].to(t.dtype) for n, t in fused.points.items()}
+    gaussians = {n: Gaussian(drawn[n].to(g.mean), g.variance) for n, g in fused.gaussians.items()}
+    points = {n: t if n in round_.fixed or n not in drawn else drawn[n].to(t) for n, t in fused.points.items()}
     return Posterior(gaussians, points)
 
 
 def _normal(mean: Tensor, variance: Tensor, generator: torch.Generator) -> Tensor:
-    noise = torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
-    return mean + variance.sqrt() * noise
+    noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype)
+    return mean + variance.sqrt() * noise.to(mean.device)
 
 
 def _names(posterior: Posterior) -> list[str]:
@@ -199,11 +200,3 @@ def _normalised(weights: Sequence[float], count: int) -> list[float]:
             f"{count} client models need {count} non-negative weights with a positive sum; got {list(weights)}."
         )
     return [float(w) / total for w in weights]
-
-
-def _device(posterior: Posterior) -> torch.device:
-    for g in posterior.gaussians.values():
-        return g.mean.device
-    for t in posterior.points.values():
-        return t.device
-    raise PosteriorError("the fused model holds no tensors; nothing can be sampled from it.")
