@@ -157,7 +157,7 @@ class Federation:
         clients = choose_clients(self.experiment, sizes, number)
         current = _Round(number, clients, time.perf_counter(), self._accumulator())
         if not self._holds_updates:
-            current.weights = client_weights(self.weighting, {c: sizes[c] for c in clients})
+            current.weights = self._weights({c: sizes[c] for c in clients})
         self._current = current
         return [self._assignment(client, number, sizes) for client in clients]
 
@@ -287,9 +287,15 @@ class Federation:
     def _fuse_held(self, current: _Round) -> None:
         held = dict(sorted(current.held.items()))
         sizes = {c: current.arrived[c].examples for c in held}
-        current.weights = client_weights(self.weighting, sizes, held, self.posterior)
+        current.weights = self._weights(sizes, held)
         for client, posterior in held.items():
             current.accumulator.absorb(posterior, current.weights[client], client)
+
+    def _weights(self, sizes: Mapping[int, int], held: Mapping[int, Posterior] | None = None) -> dict[int, float]:
+        counts: dict[int | str, int] = {**sizes}
+        posteriors: dict[int | str, Posterior] | None = {**held} if held is not None else None
+        weights = client_weights(self.weighting, counts, posteriors, self.posterior)
+        return {int(client): weight for client, weight in weights.items()}
 
     def _round_event(self, current: _Round, record: Mapping[str, Any]) -> Event:
         updates = [current.arrived[c] for c in sorted(current.arrived)]
