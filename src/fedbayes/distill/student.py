@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from ..errors import ConfigError
 from ..experiment import Distill
 from ..seeds import derive, numpy_rng
 
-Transform = Callable[..., Tensor]
+Transform = Any
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def train_student(
         trained.values(), lr=settings.learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay
     )
     inputs, targets = inputs.to(device), targets.to(device)
+    transform = transform.to(device) if hasattr(transform, "to") else transform  # a plain function has no tensors
     average = RunningAverage()
     losses: list[Tensor] = []
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
