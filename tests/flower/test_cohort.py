@@ -281,3 +281,33 @@ def test_reading_a_run_config():
     with pytest.raises(ConfigError, match="key=value"):
         Settings.read({"overrides": "rounds"})
     assert torch.get_num_threads() >= 1
+
+
+def test_a_full_disk_at_a_checkpoint_stops_with_a_sentence_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    import errno
+    import os
+
+    from fedbayes.rundir import RunDirectory
+
+    experiment = small(rounds=3)
+    local = local_run(experiment)
+    writes = []
+
+    def full(descriptor):
+        writes.append(descriptor)
+        if federation.round == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RunDirectory(tmp_path / "run", experiment) as directory:
+        federation, _ = over_grid(experiment, grid_of(3), directory=directory)
+        with monkeypatch.context() as m:
+            m.setattr(os, "fsync", full)
+            with pytest.raises(RunError, match=r"disk is full.*--resume"):
+                federation.run()
+    assert writes
+    assert not list((tmp_path / "run").glob("*.part"))
+    with RunDirectory(tmp_path / "run", experiment, resume=True) as directory:
+        again, _ = over_grid(experiment, grid_of(3), directory=directory)
+        assert again.restore()
+        assert again.round == 1
+        assert again.run().same_bits(local.posterior)

@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
+    from ..data import Dataset
     from ..experiment import Experiment
     from ..runner import Setup
 
@@ -107,16 +108,12 @@ def prepare_home(toml: str, home: Home, classes: int, shape: tuple[int, ...]) ->
 
 
 def _prepare_own(experiment: Experiment, home: Home, classes: int, shape: tuple[int, ...]) -> Setup:
-    from ..data import load, make_transform
-    from ..data.loading import concatenate
+    from ..data import make_transform
     from ..nn import posterior_of
     from ..runner import Setup, build_network, captures_moment, with_variances
 
     refuse_shared_statistics(experiment)
-    data = dataclasses.replace(experiment.data, name=str(home.data), limit=0, test_limit=0)
-    dataset = load(data, data_dir=home.data_dir, seed=experiment.seed)
-    if not _has_test_part(str(home.data)):  # the server judges, so nothing needs to be set aside here
-        dataset = dataclasses.replace(dataset, train=concatenate([dataset.train, dataset.test]))
+    dataset = _read_own(experiment, home, classes)
     found = tuple(dataset.train.inputs.shape[1:])
     if found != shape:
         raise DataError(f"{home.data}: one input has shape {found} here and {shape} on the server; they must agree.")
@@ -135,18 +132,29 @@ def _prepare_own(experiment: Experiment, home: Home, classes: int, shape: tuple[
     return Setup(experiment, dataset, shards, nothing, nothing, None, model, start, transform)
 
 
-def _has_test_part(path: str) -> bool:
-    """Look into the file; names as labels are refused here, because each node would number them in its own way."""
-    from ..data.arrays import KEYS, read_npz
+def _read_own(experiment: Experiment, home: Home, count: int) -> Dataset:
+    """Read the node's file; every example trains (the server judges), unless the file itself has a test part."""
+    from ..data import load
+    from ..data.arrays import KEYS, from_arrays, read_npz
+    from ..data.loading import exclude_classes
 
-    arrays = {k.lower(): v for k, v in read_npz(Path(path)).items()}
-    labels = next((v for k, v in arrays.items() if k in KEYS["labels"]), None)
-    if labels is not None and labels.dtype.kind in "USO" and not arrays.keys() & set(KEYS["classes"]):
+    path = Path(str(home.data))
+    arrays = {k.lower(): v for k, v in read_npz(path).items()}
+    found = {role: next((arrays[k] for k in spellings if k in arrays), None) for role, spellings in KEYS.items()}
+    inputs, labels, classes = found["inputs"], found["labels"], found["classes"]
+    if labels is not None and labels.dtype.kind in "USO" and classes is None:
         raise DataError(
             f"{path}: labels are names, and every node would number them in its own way; give whole numbers, or an array "
             "'classes' with the same names in the same order on every node."
         )
-    return bool(arrays.keys() & set(KEYS["test_inputs"]))
+    if found["test_inputs"] is not None or inputs is None or labels is None:
+        data = dataclasses.replace(experiment.data, name=str(path), limit=0, test_limit=0)
+        return load(data, data_dir=home.data_dir, seed=experiment.seed)
+    if classes is None and int(labels.max(initial=0)) >= count:
+        raise DataError(f"{path}: holds label {int(labels.max())}, but the server knows classes 0 to {count - 1}.")
+    names = [str(c) for c in (range(count) if classes is None else classes)]  # an owner may lack some classes
+    dataset = from_arrays(inputs, labels, inputs, labels, classes=names, name=path.stem)
+    return exclude_classes(dataset, experiment.data.exclude_classes) if experiment.data.exclude_classes else dataset
 
 
 def refuse_shared_statistics(experiment: Experiment) -> None:

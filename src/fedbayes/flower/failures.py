@@ -1,0 +1,205 @@
+"""Failures, staged with real processes: ``python -m fedbayes.flower.failures [NAME ...]``.
+
+Each scenario starts its own network (TLS, authenticated nodes), breaks something, and says in one line what happened.
+What each should end in stands in its docstring; ``docs/deploying.md`` holds the outcomes.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .. import config, runner
+from ..errors import RunError
+from ..experiment import Experiment
+from ..posterior import Posterior
+from .deploy import follow, partitioned, read_events, write_app
+from .network import Network
+
+PATIENCE = 600.0
+
+
+def experiment(**changes: object) -> Experiment:
+    """Three clients on the embedded digits, two rounds, enough local steps that a round lasts some seconds."""
+    plain = {
+        "rounds": 2, "partition.clients": 3, "local.epochs": 20, "engine.lanes": 1, "engine.device": "cpu",
+        "evaluation.samples": 2, "transport.wait": 300.0,
+    }  # fmt: skip
+    return config.override(config.read("digits"), plain | {k.replace("__", "."): v for k, v in changes.items()})
+
+
+class Stage:
+    """A network with an experiment running on it."""
+
+    def __init__(self, folder: Path, experiment: Experiment, nodes: int = 3) -> None:
+        self.folder, self.experiment, self.path = folder, experiment, folder / "run"
+        self.network = Network(folder / "net", partitioned(nodes))
+
+    def __enter__(self) -> Stage:
+        self.network.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.network.stop()
+
+    def submit(self, *, resume: bool = False) -> None:
+        """Submit the experiment (again)."""
+        settings = {"out": str(self.path), "resume": resume, "report": False}
+        self.process = self.network.submit(write_app(self.folder / "app", self.experiment, settings))
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for something, or fail saying what never came."""
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            if time.monotonic() > end or self.process.poll() is not None:
+                raise RunError(f"waited in vain for {what}; the run's log ends: {self.network.log('run')[-500:]}")
+            time.sleep(0.2)
+
+    def training(self, node: int, messages: int = 1) -> bool:
+        """Whether a node has received so many training messages."""
+        return self.network.log(f"node-{node}").count("Receiving: train message") >= messages
+
+    def finish(self, *, resume: bool = False) -> list[dict]:
+        """Wait for the end and return the round events."""
+        follow(self.network, self.process, self.path, resume=resume)
+        return [e for e in read_events(self.path) if e["kind"] == "round"]
+
+    def same_bits(self) -> bool:
+        """Whether the result is the local run's, bit for bit."""
+        setup = runner.prepare(self.experiment)
+        local = runner.make_federation(setup, runner.local_cohort([setup]), None)
+        return Posterior.load(self.path / "final.safetensors").same_bits(local.run())
+
+
+def node_killed(folder: Path) -> str:
+    """A node is killed while it trains; the quorum is met, so the round ends at the deadline without it."""
+    with Stage(folder, experiment(participation__quorum=0.6, participation__deadline=60.0)) as stage:
+        stage.submit()
+        stage.until(lambda: stage.training(1), "node 1 to train")
+        stage.network.kill_node(1)
+        rounds = stage.finish()
+    return f"clients by round {[r['clients'] for r in rounds]}; noted: {rounds[0]['engine']['failures'][0]['reason']}"
+
+
+def node_killed_without_quorum(folder: Path) -> str:
+    """A node is killed and every client is needed: the round waits 'transport.wait' seconds and fails with a sentence."""
+    with Stage(folder, experiment(transport__wait=20.0)) as stage:
+        stage.submit()
+        stage.until(lambda: stage.training(1), "node 1 to train")
+        stage.network.kill_node(1)
+        try:
+            stage.finish()
+        except RunError as error:
+            return f"stopped: {error}"
+    return "UNEXPECTED: the run went on"
+
+
+def node_returns(folder: Path) -> str:
+    """A node is killed while it trains and started again: it gets its assignment again, and the result is unchanged."""
+    with Stage(folder, experiment()) as stage:
+        stage.submit()
+        stage.until(lambda: stage.training(1), "node 1 to train")
+        stage.network.kill_node(1)
+        stage.network.start_node(1)
+        rounds = stage.finish()
+        again = "sent again" in stage.network.log("run")
+    return f"clients by round {[r['clients'] for r in rounds]}; sent again: {again}; same bits: {stage.same_bits()}"
+
+
+def node_hangs(folder: Path) -> str:
+    """A node stops answering without ending (as a machine that hangs): the deadline ends the round without it."""
+    with Stage(folder, experiment(participation__quorum=0.6, participation__deadline=60.0, rounds=1)) as stage:
+        stage.submit()
+        stage.until(lambda: stage.training(2), "node 2 to train")
+        stage.network.pause_node(2)
+        rounds = stage.finish()
+    return f"clients {rounds[0]['clients']}; noted: {rounds[0]['engine']['failures'][0]['reason']}"
+
+
+def superlink_killed(folder: Path) -> str:
+    """The SuperLink is killed after a round and started again; nodes reconnect, the run resumes to the same bits."""
+    with Stage(folder, experiment(local__epochs=2)) as stage:
+        stage.submit()
+        stage.until(lambda: any(e["kind"] == "round" for e in read_events(stage.path)), "the first round")
+        stage.network.kill_superlink()
+        stage.process.wait()
+        time.sleep(2)
+        stage.network.start_superlink()
+        stage.submit(resume=True)
+        rounds = stage.finish(resume=True)
+    return f"rounds {[r['round'] for r in rounds]}; same bits: {stage.same_bits()}"
+
+
+def server_app_killed(folder: Path) -> str:
+    """The server's process is killed in the middle of a round; submitted again with resume it ends in the same bits."""
+    with Stage(folder, experiment(rounds=3)) as stage:
+        stage.submit()
+        stage.until(lambda: stage.training(0, 2), "the second round")
+        stage.network.kill_server_app()
+        stage.process.kill()
+        stage.process.wait()
+        stage.submit(resume=True)
+        rounds = stage.finish(resume=True)
+    return f"rounds {[r['round'] for r in rounds]}; same bits: {stage.same_bits()}"
+
+
+def private_node_killed(folder: Path) -> str:
+    """Secure aggregation with four nodes; one is killed after it shared its keys: the sum of the others is unmasked."""
+    changes = {"fusion__private": True, "partition__clients": 4, "rounds": 1, "participation__deadline": 60.0}
+    with Stage(folder, experiment(participation__quorum=0.5, **changes), nodes=4) as stage:
+        stage.submit()
+        stage.until(lambda: stage.training(3, 3), "node 3 to train")  # keys, shares, then the masked sum
+        stage.network.kill_node(3)
+        rounds = stage.finish()
+    return f"clients {rounds[0]['clients']}; error of the sum at most {rounds[0]['engine']['mask_error']:.1e}"
+
+
+def wrong_keys(folder: Path) -> str:
+    """A node whose key was never registered and one without a key are refused by the SuperLink, which logs both."""
+    from .pki import make_node_key
+
+    with Stage(folder, experiment(rounds=1, local__epochs=1)) as stage:
+        stranger, anonymous = (stage.network.add_node({"partition-id": 0}) for _ in range(2))
+        stage.network.start_node(stranger.number, key=make_node_key(folder / "other", "stranger")[0])
+        stage.network.start_node(anonymous.number)
+        stage.submit()
+        rounds = stage.finish()
+        log = stage.network.log("superlink")
+        said = ["ApiError:2004" in log, "ApiError:2001" in log]
+    return f"refused and logged: {said}; clients {rounds[0]['clients']}"
+
+
+SCENARIOS = {
+    f.__name__.replace("_", "-"): f
+    for f in (
+        node_killed,
+        node_killed_without_quorum,
+        node_returns,
+        node_hangs,
+        superlink_killed,
+        server_app_killed,
+        private_node_killed,
+        wrong_keys,
+    )
+}
+
+
+def main(names: list[str]) -> int:
+    """Run the named scenarios (all of them by default); one line each."""
+    status = 0
+    for name in names or list(SCENARIOS):
+        with tempfile.TemporaryDirectory(prefix="fedbayes-") as folder:
+            began = time.monotonic()
+            try:
+                outcome = SCENARIOS[name](Path(folder))
+            except (RunError, OSError) as error:
+                outcome, status = f"FAILED: {error}", 1
+            print(f"{name} ({time.monotonic() - began:.0f} s): {outcome}", flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
