@@ -385,14 +385,38 @@ def reproduce(arguments: list[str]) -> int:
     p.add_argument("recipe")
     p.add_argument("--scale", choices=["smoke", "quick", "full"], default="quick")
     p.add_argument("--only", action="append", default=[], help="run only cells whose label matches (repeatable)")
-    p.add_argument("--out", help="folder of the recipe's runs (default: runs/reproduce-RECIPE-SCALE)")
+    p.add_argument(
+        "--reading",
+        action="append",
+        default=[],
+        metavar="NAME=OPTION",
+        help="take another reading of what the paper leaves open (repeatable)",
+    )
+    p.add_argument("--seeds", type=int, help="runs per cell (default: the paper's at full scale, else 1)")
+    p.add_argument(
+        "--out",
+        default="runs/reproduce",
+        help="folder of runs and pages; recipes that share cells share their runs there",
+    )
     p.add_argument("--data-dir")
     options = p.parse_args(arguments)
+    from .progress import Progress
     from .recipes import reproduce as carry_out
 
-    out = Path(options.out) if options.out else Path("runs") / f"reproduce-{options.recipe}-{options.scale}"
-    print(carry_out(options.recipe, options.scale, options.only, out, options.data_dir))
+    readings = dict(_pair(item, "--reading") for item in options.reading)
+    made = carry_out(
+        options.recipe, options.scale, options.only, options.out, options.data_dir, readings=readings,
+        seeds=options.seeds, listeners=lambda cell: [Progress(cell.experiment.rounds, cell.label)],
+    )  # fmt: skip
+    print(made)
     return 0
+
+
+def _pair(item: str, option: str) -> tuple[str, str]:
+    name, equals, value = item.partition("=")
+    if not equals or not name or not value:
+        raise ConfigError(f"{option} '{item}': write it as NAME=VALUE.")
+    return name, value
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

@@ -212,7 +212,7 @@ SMOKE: dict[str, Any] = {
     "data.limit": 100, "data.test_limit": 40, "rounds": 1, "evaluation.samples": 2, "evaluation.every": 1,
     "partition.minimum": 2, "partition.minor_examples": 1, "local.epochs": 1, "local.epochs_max": 0,
     "distill.epochs": 2, "distill.swa_start": 0, "distill.swa_cycle": 1, "distill.samples": 1, "distill.batch_size": 16,
-    "pretrain.epochs": 1,
+    "pretrain.epochs": 1, "engine.lanes": 1,
 }  # fmt: skip
 SMOKE_CLIENTS = 5
 QUICK: dict[str, Any] = {"data.limit": 2000, "data.test_limit": 500, "evaluation.samples": 5}

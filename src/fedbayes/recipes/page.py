@@ -73,7 +73,7 @@ def as_text(made: Reproduction) -> str:
     lines += [f"not run: {cell}: {reason}" for cell, reason in list(made.skipped.items())[:5]]
     if len(made.skipped) > 5:
         lines.append(f"... and {len(made.skipped) - 5} more cells without their data.")
-    return "\n".join([*lines, scale_words(made.recipe), f"page: {made.page}"])
+    return "\n".join([*lines, scale_words(made.recipe, made.changed), f"page: {made.page}"])
 
 
 def _row(v: Verdict) -> tuple[str, str, str, str, str, str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError, DataError
 from ..experiment import Experiment
@@ -31,6 +32,7 @@ class Reproduction:
     runs: Mapping[Coordinates, tuple[Sequence[Path], str]]
     page: Path
     skipped: Mapping[str, str]
+    changed: bool = False
 
     def __str__(self) -> str:
         from .page import as_text
@@ -49,13 +51,15 @@ def reproduce(
     changes: Mapping[str, object] | None = None,
     seeds: int | None = None,
     run_many: RunMany | None = None,
+    listeners: Callable[[Any], list[Callable[[dict[str, Any]], None]]] | None = None,
 ) -> Reproduction:
     """Reproduce a table or figure by name and write ``NAME-SCALE.html`` in ``out``.
 
     Finished runs are not run again, unfinished ones are resumed; recipes that share cells share their runs (in
     ``out/runs``). ``only`` keeps cells whose label (``partition=iid rule=nwa``) holds every word of one of the items
     (shell patterns allowed). ``smoke`` runs one cell, a figure the one its table has run already. ``readings`` takes
-    other readings of the paper's ambiguities, ``changes`` overrides configuration fields of every cell.
+    other readings of the paper's ambiguities, ``changes`` overrides configuration fields of every cell. ``listeners``
+    makes what is told of a cell's events while it runs (a progress bar).
     """
     recipe = load_recipe(name, scale, readings)
     out = Path(out)
@@ -72,13 +76,13 @@ def reproduce(
         cells = _few(cells, out)
     skipped: dict[str, str] = {}
     if recipe.figures != ("fused-densities",):
-        skipped = _run_cells(cells, numbers, out, data_dir, run_many)
+        skipped = _run_cells(cells, numbers, out, data_dir, run_many or run_with_lanes(data_dir, listeners))
     runs = {c.at: ([p for p in _paths(c, numbers, out) if is_finished(p)], c.model) for c in cells}
     verdicts = _verdicts(recipe, runs)
     from .page import write_page
 
     page = write_page(recipe, verdicts, runs, skipped, out, bool(changes))
-    return Reproduction(recipe, verdicts, runs, page, skipped)
+    return Reproduction(recipe, verdicts, runs, page, skipped, bool(changes))
 
 
 def run_path(experiment: Experiment, out: Path) -> Path:
@@ -116,7 +120,7 @@ def _few(cells: Sequence[Cell], out: Path) -> list[Cell]:
 
 
 def _run_cells(
-    cells: Sequence[Cell], seeds: Sequence[int], out: Path, data_dir: str | Path | None, run_many: RunMany | None
+    cells: Sequence[Cell], seeds: Sequence[int], out: Path, data_dir: str | Path | None, run_many: RunMany
 ) -> dict[str, str]:
     """Run what is not finished; a cell whose data are not there is skipped with its reason."""
     todo: dict[Path, tuple[str, Experiment, Path]] = {}
@@ -133,7 +137,7 @@ def _run_cells(
             experiment = cell.with_seed(seed)
             path = run_path(experiment, out)
             todo.setdefault(path, (f"{cell.label} seed={seed}", experiment, path))
-    (run_many or run_with_lanes(data_dir))(list(todo.values()))
+    run_many(list(todo.values()))
     return skipped
 
 
@@ -155,7 +159,7 @@ def _absent(experiment: Experiment, data_dir: str | Path | None) -> str | None:
     return None
 
 
-def run_with_lanes(data_dir: str | Path | None) -> RunMany:
+def run_with_lanes(data_dir: str | Path | None, listeners: Any = None) -> RunMany:
     """Return the usual way to run cells: ``compare.run_grid``, which shares launches between like runs."""
 
     def run(items: Sequence[tuple[str, Experiment, Path]]) -> None:
@@ -164,7 +168,7 @@ def run_with_lanes(data_dir: str | Path | None) -> RunMany:
 
         cells = [GridCell(label, {}, e.seed, e, path) for label, e, path in items]
         for start in range(0, len(cells), AT_ONCE):  # every prepared cell holds its data set
-            run_grid(cells[start : start + AT_ONCE], data_dir=data_dir)
+            run_grid(cells[start : start + AT_ONCE], data_dir=data_dir, listeners=listeners)
 
     return run
 
