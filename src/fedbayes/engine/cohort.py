@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -53,6 +54,12 @@ class LocalCohort:
     ) -> None:
         _check(local, engine, samples, capture_moment)
         device = resolve_device(engine.device)
+        if engine.compile and device.type != "cuda":
+            warnings.warn(
+                f"engine.compile is for CUDA devices; on {device} the step runs uncompiled.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self.setting = Setting(
             model, examples.to(device), transform.to(device), local, engine, device, samples,
             Capture(capture_moment, moment_bias_correction), StateLayout.of(model),

@@ -151,10 +151,10 @@ class Rows:
         trained, rows = self.setting.layout.trained, self.parameters[:width]
         return divergence(rows[:, trained.mean_slice], rows[:, trained.rho_slice], *self.prior(width))
 
-    def add_kl_gradient(self, gradients: Tensor, width: int) -> None:
-        """Add the gradient of each lane's KL term to rows of gradients, in place."""
+    def add_kl_gradient(self, gradients: Tensor, width: int) -> Tensor:
+        """Add the gradient of each lane's KL term to rows of gradients, in place; return each lane's KL."""
         trained, rows = self.setting.layout.trained, self.parameters[:width]
-        add_kl_gradient(
+        return add_kl_gradient(
             gradients[:, trained.mean_slice.start :], rows[:, trained.mean_slice], rows[:, trained.rho_slice],
             *self.prior(width), self.scalars[:width, 0:1],
         )  # fmt: skip

@@ -91,5 +91,4 @@ class StackedModel:
         """Add the KL term to losses and gradients of a network that has Gaussians."""
         if not rows.gaussians.names:
             return loss
-        rows.add_kl_gradient(gradients, width)
-        return loss + rows.scalars[:width, 0] * rows.divergence(width)
+        return loss + rows.scalars[:width, 0] * rows.add_kl_gradient(gradients, width)
