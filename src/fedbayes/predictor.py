@@ -242,7 +242,7 @@ def _network(experiment: Experiment, posterior: Posterior, card: dict[str, Any],
         built = (
             given if given is not None else build_network(experiment, len(card["classes"]), tuple(card["input_shape"]))
         )
-        return load_posterior(built, posterior)
+        return load_posterior(built, _without_moments(posterior, built))
     except (PosteriorError, ConfigError) as error:
         hint = (
             ""
@@ -254,6 +254,17 @@ def _network(experiment: Experiment, posterior: Posterior, card: dict[str, Any],
         raise FedBayesError(
             f"the posterior does not fit the network '{experiment.model.name}': {error}{hint}"
         ) from None
+
+
+def _without_moments(posterior: Posterior, network: nn.Module) -> Posterior:
+    """Return the posterior with Gaussians that the network has no sigma for as points: the means are its weights.
+
+    Precision weighting (Reyes 2021) sends Adam's second moments as variances of point models.
+    """
+    names = dict(network.named_parameters())
+    points = {n: g.mean for n, g in posterior.gaussians.items() if n + "_rho" not in names and n in names}
+    gaussians = {n: g for n, g in posterior.gaussians.items() if n not in points}
+    return Posterior(gaussians, {**posterior.points, **points}, posterior.metadata)
 
 
 def _arranged(x: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -86,6 +86,20 @@ def test_deterministic_networks_have_one_sample(tmp_path, inputs):
     assert float(found.epistemic.max()) == 0
 
 
+def test_precision_weighted_point_models(tmp_path, inputs):
+    """Their posterior carries Adam's moments as variances: no uncertainty, and no obstacle to prediction."""
+    rule = fedbayes.experiment.Fusion(rule="precision")
+    runner.run(
+        experiment(rounds=1, model=Model(width=8, kind="deterministic"), fusion=rule), tmp_path / "run", report=False
+    )
+    found = fedbayes.load(tmp_path / "run", device="cpu")(inputs.inputs)
+    stored = np.load(tmp_path / "run" / "predictions-test.npz")["probabilities"]
+    np.testing.assert_allclose(found.samples.numpy(), stored, atol=1e-6)
+    run = pytest.importorskip("fedbayes.report.runs").Run(tmp_path / "run")
+    assert run.sigma == {}
+    assert run.spreads == []
+
+
 def test_clients_means_stay_with_them(tmp_path):
     """With a mean per client only the server's row of the transform is kept in the run directory."""
     e = experiment(rounds=1, data=Data(limit=300, test_limit=60, mean="client"))

@@ -77,11 +77,7 @@ def sigma(groups: Sequence[Group]) -> Picture | None:
     """Median posterior sigma against round."""
 
     def curve(run: Run) -> Curve | None:
-        found = [
-            (e["round"], s.get("q50") or s.get("mean"))
-            for e in run.rounds
-            if (s := (e.get("fusion") or {}).get("sigma"))
-        ]
+        found = [(number, s.get("q50") or s.get("mean")) for number, s in run.spreads]
         pairs = np.asarray([p for p in found if p[1]], float).reshape(-1, 2)
         return (pairs[:, 0], pairs[:, 1]) if len(pairs) else None
 

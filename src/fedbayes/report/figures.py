@@ -308,12 +308,10 @@ def short_names(names: Sequence[str], length: int = 14) -> list[str]:
 def sigma(run: Run) -> Picture | None:
     """Mean posterior sigma of each layer over the rounds, on a logarithmic axis."""
     rounds, layers = [], {}
-    for event in run.rounds:
-        spread = (event.get("fusion") or {}).get("sigma") or {}
-        if spread:
-            rounds.append(event["round"])
-            for name, value in (spread.get("layers") or {"all": spread.get("mean")}).items():
-                layers.setdefault(name, []).append(np.nan if value is None else value)
+    for number, spread in run.spreads:
+        rounds.append(number)
+        for name, value in (spread.get("layers") or {"all": spread.get("mean")}).items():
+            layers.setdefault(name, []).append(np.nan if value is None else value)
     if not rounds:
         return None
     names = list(layers)

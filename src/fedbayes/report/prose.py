@@ -179,7 +179,7 @@ def outlier_rows(run: Run) -> list[dict[str, Any]]:
 
 def spread_of(run: Run) -> str:
     """How the posterior's sigma went, and whether it collapsed."""
-    spreads = [(e["round"], s) for e in run.rounds if (s := (e.get("fusion") or {}).get("sigma"))]
+    spreads = run.spreads
     if not spreads:
         return (
             "The network has point weights only: there is no posterior spread, and its epistemic uncertainty is 0."
@@ -199,7 +199,7 @@ def spread_of(run: Run) -> str:
 
 def collapsed(run: Run) -> bool:
     """Whether the posterior's spread has gone: median sigma a thousandth of what it was, or below a millionth."""
-    medians = [s.get("q50") or s.get("mean") or 0.0 for e in run.rounds if (s := (e.get("fusion") or {}).get("sigma"))]
+    medians = [s.get("q50") or s.get("mean") or 0.0 for _, s in run.spreads]
     return bool(medians) and (medians[-1] < COLLAPSED * medians[0] or medians[-1] < 1e-6)
 
 

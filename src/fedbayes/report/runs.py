@@ -180,13 +180,19 @@ class Run:
         return int(self.setting("evaluation.bins", 15))
 
     @property
+    def spreads(self) -> list[tuple[int, dict[str, Any]]]:
+        """Round and spread of the fused posterior; empty for networks whose weights have no distribution.
+
+        Precision weighting sends variances with point models too: they weigh the clients and are no uncertainty.
+        """
+        if self.setting("model.kind") in ("deterministic", "dropout"):
+            return []
+        return [(e["round"], s) for e in self.rounds if (s := (e.get("fusion") or {}).get("sigma"))]
+
+    @property
     def sigma(self) -> dict[str, Any]:
-        """Spread of the last round's fused posterior; {} for a deterministic network."""
-        for event in reversed(self.rounds):
-            sigma = (event.get("fusion") or {}).get("sigma")
-            if sigma:
-                return sigma
-        return {}
+        """Spread of the last round's fused posterior; {} where there is none."""
+        return self.spreads[-1][1] if self.spreads else {}
 
     def samples_seen(self) -> tuple[np.ndarray, np.ndarray]:
         """Round numbers and the examples the clients had trained on by the end of each, epochs counted."""
