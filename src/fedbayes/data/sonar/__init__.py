@@ -7,7 +7,7 @@ from .pictures import Picture, make_picture
 from .pooling import Pooled, confusion, pool
 from .recordings import Recording, Skipped, audio_files, read, stream
 from .sea import Heard, Hydrophone, Passage, Site, hear, hear_all, plan, write_sea
-from .sources import SkippedRecordings, read_recordings
+from .sources import SkippedRecordings, read_recordings, read_site
 from .splits import check_clients, check_disjoint
 from .vessels import CLASSES, Vessel, VesselClass
 
@@ -41,6 +41,7 @@ __all__ = [
     "pool",
     "read",
     "read_recordings",
+    "read_site",
     "stream",
     "write_sea",
 ]

@@ -75,6 +75,25 @@ def read_recordings(source: str | Path, sonar: Sonar, seed: int, name: str = "")
     )
 
 
+def read_site(source: str | Path, sonar: Sonar, seed: int = 0) -> Dataset:
+    """Load the recordings of one site, all of them for training: what a node of a federation does with its own folder.
+
+    The server judges, so nothing is set aside; the test part is the training part. ``sonar.classes`` must list the
+    classes, because a site may lack some and every node has to number them alike.
+    """
+    if not sonar.classes:
+        raise ConfigError("'sonar.classes' is empty; nodes that read their own folders need it to number classes alike.")
+    listed = [r for r in catalogue(source, sonar.layout) if r.label not in sonar.unseen]
+    known, classes = _sort_classes(listed, replace(sonar, unseen=()))
+    features = extract(
+        known, make_picture(sonar), overlap=sonar.overlap, channel=sonar.channel,
+        cache=cache_folder(sonar), device=picturing_device(),
+    )  # fmt: skip
+    examples = _examples(features, known, classes, sonar.picture)
+    notes = _notes(str(source), sonar, features.skipped)
+    return Dataset(Path(source).name, examples, examples, classes, notes=notes)
+
+
 def _sort_classes(listed: Sequence[Recording], sonar: Sonar) -> tuple[list[Recording], tuple[str, ...]]:
     known = [r for r in listed if r.label not in sonar.unseen]
     found = {r.label for r in known}
@@ -85,7 +104,7 @@ def _sort_classes(listed: Sequence[Recording], sonar: Sonar) -> tuple[list[Recor
     extra = found - set(classes)
     if extra:
         raise DataError(f"there are recordings of class '{sorted(extra)[0]}', which 'sonar.classes' does not list; list it there or in 'sonar.unseen'.")  # fmt: skip
-    if len(classes) < 2:
+    if len(set(classes)) < 2:
         raise DataError(f"the recordings are all of one class ({', '.join(classes)}); at least two are needed, or name all in 'sonar.classes'.")  # fmt: skip
     return known, tuple(classes)
 
