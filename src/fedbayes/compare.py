@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from . import config, runner
-from .errors import ConfigError, RunError
+from .errors import ConfigError
 from .experiment import Experiment
 from .federation import Event
-from .rundir import is_finished, read_events
+from .rundir import is_finished, read_events, refuse_another_configuration
 
 COLUMNS = ("accuracy", "nll", "ece", "epistemic")
 """Metrics of the table; sigma is added from the last round's fusion record."""
@@ -93,7 +93,7 @@ def run_grid(
     todo = [c for c in cells if not _done(c)]
     for cell in todo:
         if (cell.path / "config.toml").exists():
-            _same_or_refuse(cell)
+            refuse_another_configuration(cell.path, config.read(cell.path), cell.experiment)
     for group in _groups(todo, data_dir, lanes_shared, most_together):
         launches = [
             runner.Launch(setup, cell.path, resume=True, listeners=listeners(cell) if listeners else [])
@@ -108,18 +108,8 @@ def run_grid(
 def _done(cell: Cell) -> bool:
     if not is_finished(cell.path):
         return False
-    _same_or_refuse(cell)
+    refuse_another_configuration(cell.path, config.read(cell.path), cell.experiment)
     return next((e["rounds"] for e in read_events(cell.path) if e["kind"] == "end"), 0) >= cell.experiment.rounds
-
-
-def _same_or_refuse(cell: Cell) -> None:
-    before, now = config.flatten(config.read(cell.path)), config.flatten(cell.experiment)
-    changed = [k for k in now if before[k] != now[k] and k not in ("rounds", "checkpoint_every", "name")]
-    if changed:
-        raise RunError(
-            f"{cell.path} holds a run with another configuration ({', '.join(changed)} differ); choose another "
-            "directory with --out or remove it."
-        )
 
 
 def _groups(cells: Sequence[Cell], data_dir: Any, shared: bool, most: int) -> list[list[tuple[Cell, runner.Setup]]]:

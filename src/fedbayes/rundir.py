@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import json
@@ -90,19 +91,15 @@ class RunDirectory:
                 "directory with --out."
             )
         if "config.toml" in existing:
-            before = config.read(self.path / "config.toml")
-            changed = [
-                k
-                for k, v in config.flatten(before).items()
-                if config.get(experiment, k) != v and k not in ("rounds", "checkpoint_every", "name")
-            ]
-            if changed:
-                raise RunError(
-                    f"{self.path} holds a run with another configuration ({', '.join(changed)} differ); resume it "
-                    "unchanged or choose another directory with --out."
-                )
+            stored = config.read(self.path / "config.toml")
+            refuse_another_configuration(self.path, stored, experiment)
+            experiment = with_lanes(experiment, experiment.engine.lanes or stored.engine.lanes)
         for leftover in self.path.glob("*.part"):
             leftover.unlink()
+        self.write_config(experiment)
+
+    def write_config(self, experiment: Experiment) -> None:
+        """Write the resolved configuration: it runs again to the same result."""
         write_atomically(self.path / "config.toml", config.dumps(experiment).encode())
 
     def close(self) -> None:
@@ -159,6 +156,23 @@ class RunDirectory:
             raise RunError(
                 f"{file} cannot be read ({error}); remove it to start the run again from its beginning."
             ) from None
+
+
+def refuse_another_configuration(path: Path, stored: Experiment, wanted: Experiment) -> None:
+    """Raise unless a directory's run is the wanted one; rounds may be added, and a lane count left open was chosen."""
+    free = {"rounds", "checkpoint_every", "name"} | ({"engine.lanes"} if not wanted.engine.lanes else set())
+    before, now = config.flatten(stored), config.flatten(wanted)
+    changed = [key for key in now if before[key] != now[key] and key not in free]
+    if changed:
+        raise RunError(
+            f"{path} holds a run with another configuration ({', '.join(changed)} differ); resume it unchanged, "
+            "choose another directory with --out, or remove it."
+        )
+
+
+def with_lanes(experiment: Experiment, lanes: int) -> Experiment:
+    """Return the experiment with its lane count set."""
+    return dataclasses.replace(experiment, engine=dataclasses.replace(experiment.engine, lanes=lanes))
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

@@ -42,7 +42,7 @@ from .fusion import get_rule, get_weighting
 from .nn import NETWORKS, build, posterior_of
 from .objective import kl_divisor
 from .posterior import Posterior
-from .rundir import RunDirectory, fresh_directory, write_atomically
+from .rundir import RunDirectory, fresh_directory, with_lanes, write_atomically
 
 if TYPE_CHECKING:
     from .predictor import Predictor
@@ -384,6 +384,7 @@ def run_with(cohort: Cohort, launches: Sequence[Launch], *, report: bool = True)
         federations = [
             _start(launch, directory, cohort, i) for i, (launch, directory) in enumerate(zip(launches, directories))
         ]
+        _write_lanes(cohort, federations)
         run_together(federations)
         for federation in federations:
             _finish(federation)
@@ -401,6 +402,19 @@ def run_with(cohort: Cohort, launches: Sequence[Launch], *, report: bool = True)
             if result.path is not None:
                 write_report(result.path)
     return results
+
+
+def _write_lanes(cohort: Cohort, federations: Sequence[Federation]) -> None:
+    """Resolve a lane count that was left open and write it into the configurations: noise depends on it."""
+    if not isinstance(cohort, LocalCohort) or cohort.lanes:
+        return
+    tasks = [a for f in federations if not f.finished for a in f.begin()]
+    if not tasks:
+        return
+    lanes = cohort.resolve(tasks)
+    for federation in federations:
+        if federation.directory is not None:
+            federation.directory.write_config(with_lanes(federation.experiment, lanes))
 
 
 def _start(launch: Launch, directory: RunDirectory | None, cohort: Cohort, run: int) -> Federation:

@@ -38,6 +38,18 @@ def test_a_run_leaves_its_files_and_repeats_to_the_bit(tmp_path):
     assert Posterior.load(tmp_path / "a" / "final.safetensors").same_bits(first.posterior)
 
 
+def test_a_lane_count_left_open_is_written_down_and_repeats(tmp_path):
+    first = fedbayes.run(small(engine__lanes=0), tmp_path / "a", report=False)
+    chosen = config.read(tmp_path / "a").engine.lanes
+    assert chosen > 0
+    again = fedbayes.run(config.read(tmp_path / "a"), tmp_path / "b", report=False)
+    assert again.posterior.same_bits(first.posterior)
+    resumed = fedbayes.run(small(engine__lanes=0, rounds=3), tmp_path / "a", resume=True, report=False)
+    assert config.read(tmp_path / "a").engine.lanes == chosen
+    whole = fedbayes.run(small(engine__lanes=chosen, rounds=3), write=False)
+    assert resumed.posterior.same_bits(whole.posterior)
+
+
 def test_other_seeds_give_other_posteriors():
     assert not fedbayes.run(small(seed=1), write=False).posterior.same_bits(
         fedbayes.run(small(), write=False).posterior
