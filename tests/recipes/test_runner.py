@@ -1,0 +1,106 @@
+"""What ``reproduce`` runs, skips, shares and writes, with runs that are written instead of trained."""
+
+import csv
+import json
+
+import pytest
+
+from fedbayes import recipes
+from fedbayes.errors import ConfigError
+from fedbayes.rundir import is_finished
+
+
+class Writer:
+    """Stands in for training: leaves a finished run whose accuracy is given."""
+
+    def __init__(self, accuracy=0.5):
+        self.accuracy, self.items = accuracy, []
+
+    def __call__(self, items):
+        for label, experiment, path in items:
+            self.items.append((label, experiment, path))
+            path.mkdir(parents=True, exist_ok=True)
+            metrics = {"accuracy": self.accuracy, "nll": 1.0, "ece": 0.1}
+            events = [
+                {"kind": "evaluation", "round": 1, "split": "test", "model": "global", "metrics": metrics},
+                {"kind": "end", "rounds": 1, "best_round": 1, "seconds": 1},
+            ]
+            (path / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+
+
+def test_only_keeps_the_cells_that_hold_every_word(tmp_path, data_dir):
+    writer = Writer()
+    made = recipes.reproduce(
+        "fischer-table-2", "quick", ["partition=2-class rule=w* weighting=size"], tmp_path, data_dir, run_many=writer
+    )
+    assert sorted(e.fusion.rule for _, e, _ in writer.items) == ["wc", "ws"]
+    assert {e.partition.scheme for _, e, _ in writer.items} == {"shards"}
+    assert sum(v.ours is not None for v in made.verdicts) == 4  # two cells, accuracy and NLL
+    assert sum(v.word == "not run" for v in made.verdicts) == 116
+    with pytest.raises(ConfigError, match="a cell is called 'model=deterministic partition=iid"):
+        recipes.reproduce("fischer-table-2", "quick", ["rule=nothing"], tmp_path, data_dir, run_many=writer)
+
+
+def test_seeds_are_runs_of_their_own_and_finished_ones_are_kept(tmp_path, data_dir):
+    writer = Writer()
+    only = ["rule=nwa"]
+    recipes.reproduce("fischer-table-5", "full", only, tmp_path, data_dir, run_many=writer)
+    assert [e.seed for _, e, _ in writer.items] == [0, 1]
+    assert all(is_finished(p) for _, _, p in writer.items)
+    made = recipes.reproduce("fischer-table-5", "full", only, tmp_path, data_dir, run_many=lambda items: None)
+    ours = next(v.ours for v in made.verdicts if v.ours is not None)
+    assert (ours.value, ours.seeds) == (0.5, 2)
+
+
+def test_a_figure_finds_the_runs_of_its_table(tmp_path, data_dir):
+    only = ["model=flipout rule=ws weighting=size partition=iid"]
+    first, second = Writer(), Writer()
+    recipes.reproduce("fischer-table-2", "quick", only, tmp_path, data_dir, run_many=first)
+    recipes.reproduce("fischer-figure-3", "quick", only, tmp_path, data_dir, run_many=second)
+    assert first.items[0][2] == second.items[0][2]
+
+
+def test_readings_make_runs_of_their_own(tmp_path, data_dir):
+    one, two = Writer(), Writer()
+    only = ["batch=200 dataset=mnist rule=precision"]
+    recipes.reproduce("reyes-table-2", "quick", only, tmp_path, data_dir, run_many=one)
+    recipes.reproduce("reyes-table-2", "quick", only, tmp_path, data_dir, run_many=two, readings={"sign": "fisher"})
+    assert one.items[0][2] != two.items[0][2]
+
+
+def test_cells_without_their_data_are_skipped_with_the_reason(tmp_path, data_dir):
+    writer = Writer()
+    made = recipes.reproduce("ozer-table-10-clients", "quick", (), tmp_path, data_dir, run_many=writer)
+    assert len(made.skipped) == 3
+    assert all("svhn" in cell for cell in made.skipped)
+    assert {e.data.name for _, e, _ in writer.items} == {"fashion-mnist", "cifar10"}
+    assert "svhn" in str(made)
+
+
+def test_the_page_and_its_numbers(tmp_path, data_dir):
+    writer = Writer(0.4384)
+    made = recipes.reproduce("fischer-table-5", "full", (), tmp_path, data_dir, run_many=writer, seeds=1)
+    page = made.page.read_text()
+    assert made.page.name == "fischer-table-5-full.html"
+    assert "Table 5, section 3.7" in page
+    assert "43.54 ± 0.54" in page  # the paper's ws
+    assert page.count('class="agrees"') == sum(v.word == "agrees" for v in made.verdicts) > 0
+    assert page.count('class="differs"') == sum(v.word == "differs" for v in made.verdicts) > 0
+    assert "what the paper leaves open" in page.lower()
+    with open(tmp_path / "fischer-table-5-full.csv") as f:
+        rows = list(csv.DictReader(f))
+    assert len(rows) == 10
+    ws = next(r for r in rows if "rule=ws" in r["cell"] and r["metric"] == "accuracy")
+    assert float(ws["paper"]) == pytest.approx(0.4354)
+    assert float(ws["difference"]) == pytest.approx((0.4384 - 0.4354) / 0.0054)
+    assert ws["verdict"] == "agrees"
+
+
+def test_shrunken_and_changed_runs_say_that_they_prove_nothing(tmp_path, data_dir):
+    quick = recipes.reproduce("fischer-table-5", "quick", ["rule=ws"], tmp_path, data_dir, run_many=Writer())
+    assert "Quick scale" in str(quick)
+    changed = recipes.reproduce(
+        "fischer-table-5", "full", ["rule=ws"], tmp_path, data_dir, run_many=Writer(), changes={"rounds": 3}
+    )
+    assert "were overridden" in str(changed)
+    assert "were overridden" in changed.page.read_text()
