@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -49,6 +50,12 @@ def usage() -> str:
 
 def _parser(name: str, description: str | None, **kwargs: Any) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"fedbayes {name}", description=description, allow_abbrev=False, **kwargs)
+
+
+def _remember(data_dir: str | None) -> None:
+    """Let everything of this process (the report's pictures, say) find the data where --data-dir says."""
+    if data_dir:
+        os.environ["FEDBAYES_DATA"] = data_dir
 
 
 # -- experiments on the command line -----------------------------------------------------------------------------
@@ -133,6 +140,7 @@ def run(arguments: list[str]) -> int:
     from .progress import Progress
 
     options, extra = parsed
+    _remember(options.data_dir)
     experiment = experiment_from(options.experiment, extra)
     if options.central:
         experiment = central(experiment)
@@ -209,6 +217,7 @@ def compare(arguments: list[str]) -> int:
     from .progress import Progress
 
     options, extra = parsed
+    _remember(options.data_dir)
     base = experiment_from(options.experiment, extra)
     root = Path(options.out) if options.out else runner.DEFAULT_ROOT / f"compare-{base.name}"
     cells = grids.grid(base, grids.parse_vary(options.vary), options.seeds, root)
@@ -282,6 +291,7 @@ def partition(arguments: list[str]) -> int:
     from .data import render
 
     options, extra = parsed
+    _remember(options.data_dir)
     setup = runner.prepare(experiment_from(options.experiment, extra), data_dir=options.data_dir)
     print(render(runner.holdings(setup), setup.dataset.classes))
     if options.picture:
@@ -320,7 +330,9 @@ def report(arguments: list[str]) -> int:
     p = _parser("report", report.__doc__)
     p.add_argument("runs", nargs="+", help="run directories, or folders that hold them")
     p.add_argument("--out", help="file to write (default: report.html beside the run)")
+    p.add_argument("--data-dir", help="where data sets are kept, for the pictures of single inputs")
     options = p.parse_args(arguments)
+    _remember(options.data_dir)
     from .report import write
 
     print(write([Path(r) for r in options.runs], Path(options.out) if options.out else None))
@@ -348,6 +360,7 @@ def deploy(arguments: list[str]) -> int:
     if parsed is None:
         return 0
     options, extra = parsed
+    _remember(options.data_dir)
     if not options.local:
         raise ConfigError(
             "deploy starts nodes on this machine only with --local; docs/deploying.md has the real thing."

@@ -104,6 +104,7 @@ class _Round:
     started: float
     accumulator: Accumulator
     weights: dict[int, float] = field(default_factory=dict)
+    work: dict[int, int] = field(default_factory=dict)  # examples each client passes over
     held: dict[int, Posterior] = field(default_factory=dict)
     arrived: dict[int, Update] = field(default_factory=dict)
     refused: list[dict[str, Any]] = field(default_factory=list)
@@ -159,7 +160,10 @@ class Federation:
         if not self._holds_updates:
             current.weights = self._weights({c: sizes[c] for c in clients})
         self._current = current
-        return [self._assignment(client, number, sizes) for client in clients]
+        assignments = [self._assignment(client, number, sizes) for client in clients]
+        batch = self.experiment.local.batch_size
+        current.work = {a.client: a.steps * batch if a.steps else a.epochs * sizes[a.client] for a in assignments}
+        return assignments
 
     def _accumulator(self) -> Accumulator:
         rule, number = self.rule, self.round + 1
@@ -254,7 +258,8 @@ class Federation:
         for event in events:
             self._log(event)
         self._ratios.append((fused.record.get("sigma") or {}).get("ratio"))
-        if note := collapse_note(self._ratios, self.rule.name, len(current.arrived)):
+        note = collapse_note(self._ratios, self.rule.name, len(current.arrived))
+        if note and self.rule.name != "precision":  # whose variances are Adam's moments, not a posterior's
             self._log({"kind": "note", "round": self.round, "text": note})
         self._evaluate()
         self._checkpoint()
@@ -311,6 +316,7 @@ class Federation:
             "learning_rate": learning_rate(self.experiment, current.number),
             "clients": [u.client for u in updates],
             "examples": examples,
+            "seen": sum(current.work.get(u.client, 0) for u in updates),
             "train": train,
             "fusion": {**record, "weighting": self.weighting.name, "refused": current.refused, **moments},
             "bytes": statistics.pop("bytes", None),

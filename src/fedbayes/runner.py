@@ -122,8 +122,11 @@ def prepare(
     ``dataset`` and ``model`` replace what the experiment names: your own arrays, your own ``nn.Module`` (made
     Bayesian beforehand with ``fedbayes.nn.bayesianize``, or left as it is).
     """
-    if dataset is None and model is None:
-        check_names(experiment)
+    if dataset is not None:  # say so in config.toml: no later reader must take it for the set of that name
+        experiment = _named(experiment, "data", f"python:{dataset.name}")
+    if model is not None:
+        experiment = _named(experiment, "model", f"python:{type(model).__qualname__}")
+    check_names(experiment)
     if dataset is None:
         dataset = load(experiment.data, sonar=experiment.sonar, data_dir=data_dir, seed=experiment.seed)
     rest, validation, server, distilled = _server_shares(experiment, dataset)
@@ -153,6 +156,10 @@ def with_variances(start: Posterior, model: nn.Module) -> Posterior:
     gaussians = {n: (start.points[n], torch.ones_like(start.points[n])) for n in start.points if n in parameters}
     points = {n: t for n, t in start.points.items() if n not in parameters}
     return Posterior({**start.gaussians, **gaussians}, points)  # type: ignore[dict-item]
+
+
+def _named(experiment: Experiment, section: str, name: str) -> Experiment:
+    return dataclasses.replace(experiment, **{section: dataclasses.replace(getattr(experiment, section), name=name)})
 
 
 def build_network(experiment: Experiment, classes: int, input_shape: tuple[int, ...]) -> nn.Module:
@@ -324,7 +331,8 @@ def check_names(experiment: Experiment) -> None:
         raise ConfigError(
             f"'model.name' {experiment.model.name!r} is no network; {nearest(experiment.model.name, NETWORKS)}"
         )
-    get_source(experiment.data.name)
+    if not experiment.data.name.startswith("python:"):
+        get_source(experiment.data.name)
 
 
 # -- running -----------------------------------------------------------------------------------------------------

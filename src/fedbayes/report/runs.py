@@ -196,13 +196,10 @@ class Run:
 
     def samples_seen(self) -> tuple[np.ndarray, np.ndarray]:
         """Round numbers and the examples the clients had trained on by the end of each, epochs counted."""
-        epochs = int(self.setting("local.epochs", 1) or 1)
-        steps, batch = int(self.setting("local.steps", 0) or 0), int(self.setting("local.batch_size", 32))
         numbers, seen = [0], [0]
         for event in self.rounds:
-            passed = len(event.get("clients", ())) * steps * batch if steps else int(event.get("examples", 0)) * epochs
             numbers.append(int(event["round"]))
-            seen.append(seen[-1] + passed)
+            seen.append(seen[-1] + int(event.get("seen", event.get("examples", 0))))
         return np.asarray(numbers, float), np.asarray(seen, float)
 
 
