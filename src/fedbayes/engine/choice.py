@@ -26,8 +26,8 @@ def choose_lanes(setting: Setting, jobs: Sequence[Job]) -> tuple[int, str]:
     """Return the number of lanes that trains these jobs fastest here, and the reason in words.
 
     Candidates are 1 and the number of clients in the launch (at most 128; on a GPU 256, and what its memory holds). Each
-    trains a few real batches; nothing of it is kept, and the generators' state is untouched. A compiled step on a GPU is
-    always taken: it has the plain loop beaten from two lanes on. The answer is remembered in the process.
+    trains a few real batches; nothing of it is kept, and the generators' state is untouched. Where a GPU's
+    step is to be compiled, lanes are taken without measuring, since compiling to find out costs more. The answer is remembered in the process.
     """
     count = min(len(jobs), MOST_LANES[setting.device.type])
     if count == 1:
