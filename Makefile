@@ -23,7 +23,7 @@ lint: $(STAMP)
 	$(VENV)/bin/pyright
 
 test: $(STAMP) lint
-	$(PY) -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --durations=15
 
 clean:
 	rm -rf $(VENV) runs build dist
