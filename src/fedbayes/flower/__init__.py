@@ -31,7 +31,15 @@ _WHERE = {
     "put_posterior": "records",
     "take_posterior": "records",
 }
-__all__ = list(_WHERE)
+__all__ = [
+    "FlowerCohort",
+    "FusionStrategy",
+    "client_app",
+    "put_posterior",
+    "rehearse",
+    "server_app",
+    "take_posterior",
+]
 
 
 def __getattr__(name: str) -> Any:

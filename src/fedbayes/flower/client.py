@@ -112,7 +112,7 @@ def work(asked: RecordDict, node_config: Mapping[str, Any], state: RecordDict) -
         return reply
     for assignment in assignments:
         try:
-            update = train_one(setup, assignment, state, int(wire.get(f"trained-{assignment.client}", 0)))
+            update = train_one(setup, assignment, state, last_trained(wire, assignment.client))
             put_update(reply, update, assignment.seed, str(wire["codec"]), assignment.start)
         except FedBayesError as error:
             put_error(reply, assignment.client, str(error))
@@ -142,6 +142,11 @@ def train_one(setup: Setup, assignment: Assignment, state: RecordDict, trained: 
     if setup.experiment.local.keep_state:
         remember(cohort, state, assignment.client, assignment.round)
     return update
+
+
+def last_trained(wire: ConfigRecord, client: int) -> int:
+    """The last round a client trained in, as the server says (0: none yet)."""
+    return int(str(wire.get(f"trained-{client}", 0)))
 
 
 def layout_difference(one: Layout, other: Layout, here: str, there: str) -> str:

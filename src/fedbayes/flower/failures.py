@@ -103,7 +103,7 @@ def node_returns(folder: Path) -> str:
         stage.submit()
         stage.until(lambda: stage.training(1), "node 1 to train")
         stage.network.kill_node(1)
-        stage.network.start_node(1)
+        stage.network.return_node(1)
         rounds = stage.finish()
         again = "sent again" in stage.network.log("run")
     return f"clients by round {[r['clients'] for r in rounds]}; sent again: {again}; same bits: {stage.same_bits()}"

@@ -81,7 +81,7 @@ def _statistics(
     failures: dict[int, str],
 ) -> tuple[np.ndarray | None, list[int]]:
     """Train every client of this node; return the sum of their vectors (metrics at the end) and who is in it."""
-    from .client import node_setup, train_one
+    from .client import last_trained, node_setup, train_one
 
     try:
         if wire["version"] != __version__:
@@ -96,7 +96,7 @@ def _statistics(
     total, included = None, []
     for a in assignments:
         try:
-            update = train_one(setup, a, state, int(wire.get(f"trained-{a.client}", 0)))  # type: ignore[arg-type]
+            update = train_one(setup, a, state, last_trained(wire, a.client))
             vector = client_vector(setup.experiment, update, a.start, weights[a.client])
         except Exception as error:
             failures[a.client] = str(error) if isinstance(error, FedBayesError) else f"{type(error).__name__}: {error}"

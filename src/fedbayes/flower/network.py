@@ -149,6 +149,24 @@ class Network:
         node.starts += 1
         node.process = self._spawn(command, f"node-{number}", environment)
 
+    def return_node(self, number: int, seconds: float = 180) -> None:
+        """Start a killed node again, as a supervisor would: until the SuperLink takes it back.
+
+        The SuperLink refuses a node while it believes the old process alive (two missed heartbeats: up to 60 s), and
+        the SuperNode then ends; so a real one wants a supervisor that restarts it.
+        """
+        end = time.monotonic() + seconds
+        before = self.log(f"node-{number}").count("SuperNode ID:")
+        while time.monotonic() < end:
+            self.start_node(number)
+            process = self.nodes[number].process
+            while process is not None and process.poll() is None:
+                if self.log(f"node-{number}").count("SuperNode ID:") > before:
+                    return
+                time.sleep(0.2)
+            time.sleep(5)
+        raise RunError(f"Node {number} was not taken back within {seconds:.0f} s.")
+
     def add_node(self, config: Mapping[str, str | int | float]) -> Node:
         """Append a node that is neither registered nor started yet."""
         node = Node(len(self.nodes), dict(config))

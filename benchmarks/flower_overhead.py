@@ -1,0 +1,150 @@
+"""What FedBayes adds to Flower: time beside a bare Flower app of the same payload, memory, and the cost of the wires.
+
+    python benchmarks/flower_overhead.py exchange   # real processes, loopback, 3 nodes, 10 MB posteriors
+    python benchmarks/flower_overhead.py memory     # 20 virtual nodes, 10 MB posteriors, in one process
+    python benchmarks/flower_overhead.py wires      # float32, bf16, int8 over 20 rounds on the digits
+
+``exchange`` runs both apps one after the other in one network, with the same arrays up and down and no training worth
+the name, and prints seconds per round and their ratio.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import tracemalloc
+from pathlib import Path
+
+from fedbayes import config, runner
+from fedbayes.experiment import Experiment
+from fedbayes.flower.client import client_app
+from fedbayes.flower.deploy import follow, partitioned, read_events, write_app
+from fedbayes.flower.inprocess import InProcessGrid
+from fedbayes.flower.network import Network
+from fedbayes.flower.server import cohort_of
+
+BARE = """
+import json, time
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+import torch  # as any PyTorch app does
+
+client_app, server_app = ClientApp(), ServerApp()
+
+
+@client_app.train()
+def train(message, context):
+    arrays = ArrayRecord({k: Array(a.numpy() + 1) for k, a in message.content["arrays"].items()})
+    return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
+
+
+@server_app.main()
+def main(grid, context):
+    size, rounds = context.run_config["size"], context.run_config["rounds"]
+    arrays = ArrayRecord({k: Array(np.zeros(size // 8, np.float32)) for k in ("mean", "variance")})
+    nodes, seconds = list(grid.get_node_ids()), []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        out = [Message(RecordDict({"arrays": arrays}), n, "train") for n in nodes]
+        replies = [r for r in grid.send_and_receive(out) if r.has_content()]
+        means = {k: np.mean([r.content["arrays"][k].numpy() for r in replies], 0) for k in arrays}
+        arrays = ArrayRecord({k: Array(v) for k, v in means.items()})
+        seconds.append(time.perf_counter() - began)
+    print("SECONDS " + json.dumps(seconds), flush=True)
+"""
+
+
+def payload(rounds: int, clients: int, **changes: object) -> Experiment:
+    """An experiment whose posterior has 1.25 million weights (10 MB) and whose training is one step of one example."""
+    plain = {
+        "rounds": rounds, "partition.clients": clients, "partition.scheme": "iid", "data.validation": 0.0,
+        "data.limit": 20 * clients, "data.test_limit": 10, "local.steps": 1, "local.batch_size": 1, "model.width": 1081,
+        "model.name": "mlp", "evaluation.every": 1000, "evaluation.samples": 1, "engine.lanes": 1,
+        "engine.device": "cpu", "checkpoint_every": 1000,
+    }  # fmt: skip
+    return config.override(config.read("digits"), plain | changes)
+
+
+def exchange(rounds: int = 6, nodes: int = 3) -> None:
+    """Seconds per round of a bare Flower app and of ours, in one network."""
+    experiment = payload(rounds, nodes)
+    start = runner.prepare(experiment).start
+    size = 8 * sum(g.mean.numel() for g in start.gaussians.values())
+    with tempfile.TemporaryDirectory(prefix="fedbayes-") as name, Network(f"{name}/net", partitioned(nodes)) as network:
+        folder = Path(name)
+        bare = write_app(folder / "bare", experiment, {})
+        (bare / "fedbayes_app.py").write_text(BARE)
+        text = (bare / "pyproject.toml").read_text()
+        text = (
+            text[: text.index("[tool.flwr.app.config]")] + f"[tool.flwr.app.config]\nsize = {size}\nrounds = {rounds}\n"
+        )
+        (bare / "pyproject.toml").write_text(text.replace("fedbayes-rehearsal", "bare"))
+        network.submit(bare).wait()
+        line = next(x for x in network.log("run").splitlines() if x.startswith("SECONDS "))
+        theirs = json.loads(line.removeprefix("SECONDS "))
+        app = write_app(folder / "app", experiment, {"out": str(folder / "run"), "report": False})
+        follow(network, network.submit(app), folder / "run")
+        ours = [e["seconds"] for e in read_events(folder / "run") if e["kind"] == "round"]
+    a, b = statistics.median(theirs[1:]), statistics.median(ours[1:])
+    print(f"posterior {size / 1e6:.1f} MB, {nodes} nodes, {rounds} rounds; median seconds per round after the first")
+    print(f"bare Flower app   {a:6.2f}   {[round(x, 1) for x in theirs]}")
+    print(f"FedBayes          {b:6.2f}   {[round(x, 1) for x in ours]}")
+    print(f"ratio             {b / a:6.2f}")
+
+
+def memory() -> None:
+    """Peak memory of the server's part for 5 and 20 nodes with 10 MB posteriors (traced allocations, and the total)."""
+    for nodes in (5, 20):
+        experiment = payload(1, nodes)
+        setup = runner.prepare(experiment)
+        size = 8 * sum(g.mean.numel() for g in setup.start.gaussians.values())
+        grid = InProcessGrid(client_app, [{"partition-id": i, "num-partitions": nodes} for i in range(nodes)])
+        cohort = cohort_of(grid, setup)
+        federation = runner.make_federation(setup, cohort, None)
+        federation.judge = None
+        cohort.sizes()
+        tracemalloc.start()
+        for update in cohort.train(federation.begin()):
+            federation.absorb(update)
+        federation.end()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        print(
+            f"{nodes:3} nodes x {size / 1e6:.1f} MB: peak {peak / 1e6:.0f} MB of Python and NumPy memory, one node's included"
+        )
+
+
+def wires(rounds: int = 20) -> None:
+    """Bytes a client sends and what the final model is worth, by wire."""
+    print("| wire | bytes up a client and round | test accuracy | nll | median sigma |\n|---|---|---|---|---|")
+    for wire in ("float32", "bf16", "int8"):
+        rows = []
+        for seed in range(3):
+            changes = {
+                "transport.wire": wire, "rounds": rounds, "seed": seed, "evaluation.every": 1000, "engine.lanes": 1,
+                "engine.device": "cpu", "data.validation": 0.0,
+            }  # fmt: skip
+            experiment = config.override(config.read("digits"), changes)
+            setup = runner.prepare(experiment)
+            grid = InProcessGrid(client_app, [{"partition-id": i, "num-partitions": 10} for i in range(10)])
+            federation = runner.make_federation(setup, cohort_of(grid, setup), None)
+            federation.run()
+            last = [e for e in federation.history if e["kind"] == "round"][-1]
+            test = [e for e in federation.history if e["kind"] == "evaluation" and e["split"] == "test"][-1]["metrics"]
+            up = last["bytes"]["up"] / len(last["clients"])
+            rows.append((up, test["accuracy"], test["nll"], last["fusion"]["sigma"]["q50"]))
+        up, accuracy, nll, sigma = (statistics.mean(column) for column in zip(*rows))
+        spread = statistics.stdev(r[1] for r in rows)
+        print(
+            f"| {wire} | {up:,.0f} | {100 * accuracy:.2f} ± {100 * spread:.2f} % | {nll:.4f} | {sigma:.5f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    for what in sys.argv[1:] or ["exchange", "memory", "wires"]:
+        {"exchange": exchange, "memory": memory, "wires": wires}[what]()
