@@ -9,13 +9,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
 from ..data import Transform
 from ..errors import ConfigError
 from ..experiment import Engine
 from ..nn.layers import Dropout, Variational, WeightSampling, share_masks
-from ..nn.state import draw
+from ..nn.state import caller, draw
 from ..posterior import Posterior
 from ..seeds import derive
 from .layout import StateLayout
@@ -78,6 +78,7 @@ class _Evaluator:
         self.engine, self.draws, self.batch_size = engine, draws, batch_size
         self.model = copy.deepcopy(model).to(self.device).eval()
         share_masks(self.model, draws == "per_pass")
+        self.call = caller(self.model)
         self.layout = StateLayout.of(self.model)
         self.noisy = is_noisy(self.model)
         self.sampling = any(isinstance(m, WeightSampling) for m in self.model.modules())
@@ -131,17 +132,17 @@ class _Evaluator:
             if self.sampling and self.draws == "per_example":
                 logits = self._each_alone(state, x)[None]
             elif passes == 1:
-                logits = functional_call(self.model, state, (x,))[None]
+                logits = self.call(state, x)[None]
             else:
                 draws = torch.arange(passes, device=x.device)
-                logits = vmap(lambda _: functional_call(self.model, state, (x,)), randomness="different")(draws)
+                logits = vmap(lambda _: self.call(state, x), randomness="different")(draws)
         return logits.float().softmax(-1)
 
     def _each_alone(self, state: dict[str, Tensor], x: Tensor) -> Tensor:
         """Evaluate every example with weights of its own (direct sampling draws one per call)."""
 
         def one(example: Tensor) -> Tensor:
-            return functional_call(self.model, state, (example[None],))[0]
+            return self.call(state, example[None])[0]
 
         largest = max(t.numel() for t in state.values())
         return vmap(one, randomness="different", chunk_size=max(1, 50_000_000 // largest))(x)

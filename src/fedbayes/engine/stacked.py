@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
+from ..nn.state import caller
 from ..objective import Terms, cross_entropy, penalty
 from .rows import Rows
 from .setting import Setting
@@ -36,6 +37,7 @@ class StackedModel:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.model = copy.deepcopy(setting.model).to(setting.device).train()
+        self.call = caller(self.model)
 
     def leaves(self, rows: Rows, width: int) -> dict[str, Tensor]:
         """Return the first ``width`` lanes' parameters as tensors to differentiate by; they share the rows' memory."""
@@ -55,8 +57,8 @@ class StackedModel:
         names, logits = list(buffers), []
         for _ in range(self.setting.samples):
             state = {**parameters, **buffers}
-            logits.append(functional_call(self.model, state, (x,)))
-            buffers = {n: state[n] for n in names}  # functional_call leaves reassigned buffers in the dictionary
+            logits.append(self.call(state, x))
+            buffers = {n: state[n] for n in names}  # the call leaves reassigned buffers in the dictionary
         nll = cross_entropy(logits[0] if len(logits) == 1 else torch.stack(logits), y, real)
         return nll if terms is None else nll + penalty(parameters, terms), nll, buffers
 
