@@ -166,7 +166,7 @@ def test_missing_nodes_are_waited_for_and_then_named():
         ({"partition-id": 3, "num-partitions": 3}, "must be below num-partitions=3"),
         ({"partition-id": "x"}, "must be a whole number"),
         ({"clients": "0,7"}, "client 7 does not exist"),
-        ({"data": "/nowhere.npz"}, "is not a file on this node"),
+        ({"data": "/nowhere.npz"}, "is not on this node"),
         ({"partition_id": 0}, "partition-id"),
     ],
 )

@@ -106,6 +106,35 @@ def test_one_sites_folder_numbers_its_classes_as_told(sites):
         load(Data(name=str(sites[1])), sonar=Sonar(sample_rate=4000, seconds=1.0, cache=False, classes=("tug", "ferry")))  # fmt: skip
 
 
+def test_a_flower_node_reads_its_own_folder(sites):
+    pytest.importorskip("flwr", reason="Flower is not installed")
+    from fedbayes import config
+    from fedbayes.flower.home import Home, prepare_home
+
+    text = f"""
+    [data]
+    name = "{sites[0]}"
+    scale = "none"
+    mean = "client"
+    [sonar]
+    sample_rate = 4000
+    seconds = 1.0
+    bands = 16
+    frames = 16
+    cache = false
+    classes = ["cargo", "ferry", "motorboat", "trawler", "tug"]
+    [model]
+    name = "spectrogram-cnn"
+    """
+    home = Home.read({"data": str(sites[1]), "clients": "1"})
+    setup = prepare_home(config.dumps(config.loads(text, "test")), home, 5, (1, 16, 16))
+    assert set(setup.dataset.train.columns["site"]) == {""}
+    assert len(setup.shards[1]) == len(setup.dataset.train) > 0
+    assert len(setup.shards[0]) == 0
+    with pytest.raises(DataError, match="is not on this node"):
+        Home.read({"data": str(sites[1] / "nowhere")})
+
+
 def test_unseen_classes_of_a_folder_become_out_of_distribution(sites):
     sonar = Sonar(sample_rate=4000, seconds=1.0, bands=16, frames=16, cache=False, unseen=("motorboat",))
     data = load(Data(name=str(sites[0])), sonar=sonar)

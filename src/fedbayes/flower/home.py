@@ -27,7 +27,7 @@ class Home:
 
     ``partition-id`` (with ``num-partitions``): of the experiment's clients, those whose number leaves this
     remainder; ``clients``: the clients themselves, "0,3,6"; ``data``: an .npz file of the node's own examples,
-    which makes it one client and never leaves it; ``data-dir``: where data sets lie on this node. A node that says
+    or a folder (or CSV) of its recordings, which makes it one client and never leaves it; ``data-dir``: where data sets lie on this node. A node that says
     neither ``partition-id`` nor ``clients`` is given its clients by the server.
     """
 
@@ -45,8 +45,11 @@ class Home:
             if key not in KEYS and str(key).replace("_", "-") in KEYS:
                 raise ConfigError(f"node config: unknown key '{key}'; {close}")
         data = config.get("data")
-        if data is not None and not Path(str(data)).expanduser().is_file():
-            raise DataError(f"node config: data='{data}' is not a file on this node; it should be an .npz of arrays.")
+        if data is not None and not Path(str(data)).expanduser().exists():
+            raise DataError(
+                f"node config: data='{data}' is not on this node; it should be an .npz of arrays, or a folder (or CSV) of "
+                "recordings."
+            )
         return Home(
             _whole(config, "partition-id"),
             _whole(config, "num-partitions"),
@@ -139,6 +142,10 @@ def _read_own(experiment: Experiment, home: Home, count: int) -> Dataset:
     from ..data.loading import exclude_classes
 
     path = Path(str(home.data))
+    if path.is_dir() or path.suffix.lower() in (".csv", ".tsv"):
+        from ..data.sonar import read_site
+
+        return read_site(path, experiment.sonar, experiment.seed)
     arrays = {k.lower(): v for k, v in read_npz(path).items()}
     found = {role: next((arrays[k] for k in spellings if k in arrays), None) for role, spellings in KEYS.items()}
     inputs, labels, classes = found["inputs"], found["labels"], found["classes"]
