@@ -33,7 +33,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 import torch  # as any PyTorch app does
 
-client_app, server_app = ClientApp(), ServerApp()
+client_app = ClientApp()
+server_app = ServerApp()
 
 
 @client_app.train()
@@ -84,7 +85,9 @@ def exchange(rounds: int = 6, nodes: int = 3) -> None:
         )
         (bare / "pyproject.toml").write_text(text.replace("fedbayes-rehearsal", "bare"))
         network.submit(bare).wait()
-        line = next(x for x in network.log("run").splitlines() if x.startswith("SECONDS "))
+        line = next((x for x in network.log("run").splitlines() if x.startswith("SECONDS ")), None)
+        if line is None:
+            sys.exit(f"the bare app did not finish; its log ends:\n{network.log('run')[-2000:]}")
         theirs = json.loads(line.removeprefix("SECONDS "))
         app = write_app(folder / "app", experiment, {"out": str(folder / "run"), "report": False})
         follow(network, network.submit(app), folder / "run")

@@ -164,3 +164,17 @@ def test_tail_reads_whole_lines_once_and_follows_a_truncated_file(tmp_path):
     with open(file, "a") as f:
         f.write('{"a": 3}\n')
     assert list(tail.read()) == [{"a": 3}]
+
+
+@pytest.mark.parametrize("name", ["flower_app", "flower_fusion_strategy"])
+def test_flower_finds_the_apps_of_the_examples(name, monkeypatch):
+    """Flower reads the components without importing them, so they must be assigned where it looks."""
+    from pathlib import Path
+
+    from flwr.cli.config_utils import load_and_validate
+
+    folder = Path(__file__).parents[2] / "examples" / name
+    monkeypatch.chdir(folder)
+    loaded, warnings = load_and_validate(folder / "pyproject.toml")
+    assert loaded["tool"]["flwr"]["app"]["publisher"] == "fedbayes"
+    assert warnings == []

@@ -34,7 +34,8 @@ def network():
     return nn.Sequential(nn.Flatten(), BayesLinear(64, 64), nn.ReLU(), BayesLinear(64, 10))
 
 
-client_app, server_app = ClientApp(), ServerApp()
+client_app = ClientApp()
+server_app = ServerApp()
 
 
 @client_app.train()

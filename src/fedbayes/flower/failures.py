@@ -58,9 +58,9 @@ class Stage:
                 raise RunError(f"waited in vain for {what}; the run's log ends: {self.network.log('run')[-500:]}")
             time.sleep(0.2)
 
-    def training(self, node: int, messages: int = 1) -> bool:
+    def training(self, node: int, messages: int = 1, kind: str = "train") -> bool:
         """Whether a node has received so many training messages."""
-        return self.network.log(f"node-{node}").count("Receiving: train message") >= messages
+        return self.network.log(f"node-{node}").count(f"Receiving: {kind} message") >= messages
 
     def finish(self, *, resume: bool = False) -> list[dict]:
         """Wait for the end and return the round events."""
@@ -151,7 +151,7 @@ def private_node_killed(folder: Path) -> str:
     changes = {"fusion__private": True, "partition__clients": 4, "rounds": 1, "participation__deadline": 60.0}
     with Stage(folder, experiment(participation__quorum=0.5, **changes), nodes=4) as stage:
         stage.submit()
-        stage.until(lambda: stage.training(3, 3), "node 3 to train")  # keys, shares, then the masked sum
+        stage.until(lambda: stage.training(3, kind="train.masked"), "node 3 to train")
         stage.network.kill_node(3)
         rounds = stage.finish()
     return f"clients {rounds[0]['clients']}; error of the sum at most {rounds[0]['engine']['mask_error']:.1e}"
