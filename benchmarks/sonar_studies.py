@@ -27,9 +27,10 @@ LIGHT = {"evaluation.every": 1000, "engine.lanes": 1, "data.validation": 0.0}
 
 
 class Tally:
-    """Predictions of several runs on recordings that are all different (folds), judged together."""
+    """Predictions of several runs, judged together; ``folds`` says how many of them have recordings of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, folds: int) -> None:
+        self.folds = folds
         self.right: list[np.ndarray] = []
         self.entropy: list[np.ndarray] = []
         self.segments: list[np.ndarray] = []
@@ -56,8 +57,6 @@ class Tally:
         strange = f"{np.mean(self.unseen):.2f}" if self.unseen else "-"
         return f"| {name} | {100 * segments.mean():.1f} | {100 * right.mean():.1f} ± {error:.1f} | {finds:.2f} | {strange} |"  # fmt: skip
 
-    folds: int = 1
-
 
 def predictions(result: fedbayes.Result, split: str) -> torch.Tensor:
     """Return the final posterior's predictions of a split."""
@@ -74,7 +73,7 @@ def train(base: Experiment, dataset: Dataset, **changes: object) -> fedbayes.Res
 
 
 def settings(base: Experiment, rules: list[str]) -> dict[str, dict[str, object]]:
-    """Return the federated settings compared: a deterministic one, MC-dropout, and Flipout under several rules."""
+    """Return the federated settings compared: a deterministic one, and Flipout under several rules."""
     table: dict[str, dict[str, object]] = {
         "federated, deterministic, FedAvg": {"model__kind": "deterministic", "fusion__rule": "fedavg"}
     }
@@ -101,20 +100,20 @@ def study(name: str, bases: list[Experiment], rules: list[str], data_dir: str | 
     print(
         f"\n### {name}\n\n| setting | segments, % | recordings, % | finds errors | finds unseen |\n|---|---|---|---|---|"
     )
+    different = len({b.sonar.fold for b in bases})
     sets = [(b, load(b.data, sonar=b.sonar, data_dir=data_dir, seed=b.seed)) for b in bases]
     jobs: dict[str, dict[str, object]] = {
         "central, deterministic": central(bases[0]) | {"model__kind": "deterministic"},
         "central, Flipout": central(bases[0]),
     }
     for label, changes in (jobs | settings(bases[0], rules)).items():
-        start, tally = time.process_time(), Tally()
+        start, tally = time.process_time(), Tally(different)
         for base, dataset in sets:
             tally.add(train(base, dataset, **changes), dataset)
         print(tally.row(label), f"<!-- {time.process_time() - start:.0f} s of processor -->", flush=True)
-    tally = Tally()
+    tally = Tally(different)
     for base, dataset in sets:
         alone(base, dataset, tally, model__kind="deterministic")
-    tally.folds = len(sets)
     print(tally.row("alone, deterministic, mean of the clients"), flush=True)
 
 

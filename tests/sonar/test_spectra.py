@@ -165,11 +165,21 @@ def test_a_long_segment_leaves_no_sound_between_its_frames():
     assert (shown.amax((1, 2, 3)) - shown.flatten(1).median(1).values > 12).all()
 
 
+@pytest.mark.parametrize("rate", [2000, 4000, 8000, 16000, 48000])
+def test_white_noise_gives_a_flat_demon_picture(rate):
+    picture = make_picture(Sonar(picture="demon", sample_rate=rate))
+    mean = picture(white(60, picture.samples)).mean((0, 1))
+    assert float(mean.mean(1).max() - mean.mean(1).min()) < 1.0  # no carrier stands out
+    assert float(mean.mean(0)[6:].max() - mean.mean(0)[6:].min()) < 2.5  # nor any rate
+    assert float(mean.mean(0)[:6].max() - mean.mean(0)[6:].mean()) < 2.0  # least of all the slowest, by leakage
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"low": 900.0, "high": 300.0}, "'sonar.low' and 'sonar.high'"),
         ({"high": 9000.0}, "below half the sample rate"),
+        ({"picture": "demon", "bands": 500}, "narrower than"),
         ({"overlap": 1.0}, "'sonar.overlap' is 1"),
         ({"seconds": 0.0}, "'sonar.seconds' is 0"),
         ({"sample_rate": 10}, "'sonar.sample_rate' is 10"),

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from .spectra import demon, lofar, mel, mel_filters, power_of_two, spectrogram, split_window
+from .spectra import demon, demon_window, lofar, mel, mel_filters, power_of_two, spectrogram, split_window
 
 if TYPE_CHECKING:
     from ...experiment import Sonar
 
 FLOOR, CEILING = -40.0, 60.0  # decibels of grey values 0 and 255
-VERSION = 1  # of the pictures: part of the key of the cache, to be raised when their numbers change
+VERSION = 2  # of the pictures: part of the key of the cache, to be raised when their numbers change
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def make_picture(sonar: Sonar) -> Picture:
       the background from 40 Hz to either side without the middle 6, then the strongest of neighbouring bins so that
       128 rows remain. Longer segments allow a finer ``resolution``.
     - ``demon``: carriers from 1 kHz (below, lines beat with each other and look like blades) to 0.9 of half the rate,
-      16 of them, modulation from 0.5 to 40 Hz: shafts of 60 to 600 turns a minute with three to seven blades. A
+      16 of them where the rate allows, modulation from 0.5 to 40 Hz: shafts of 60 to 600 turns a minute with three to seven blades. A
       segment of 3 s tells rates 0.7 Hz apart; 10 s or more is better.
     - ``waveform``: 20 Hz to half the rate, unit power.
     """
@@ -163,6 +163,9 @@ def make_picture(sonar: Sonar) -> Picture:
         raise ConfigError(f"'sonar.picture' is '{sonar.picture}'; it must be one of {', '.join(own)}.")
     low, high, bands, frames = own[sonar.picture]
     low, high = sonar.low or low, sonar.high or high
+    if sonar.picture == "demon":  # no carrier band narrower than a bin
+        spacing = sonar.sample_rate / demon_window(sonar.sample_rate, Picture.highest)
+        bands = max(1, min(bands, int((high - low) / spacing)))
     if sonar.sample_rate < 100:
         raise ConfigError(f"'sonar.sample_rate' is {sonar.sample_rate} Hz; it must be at least 100 Hz.")
     if not 0 <= low < high <= nyquist:

@@ -82,7 +82,9 @@ def read_site(source: str | Path, sonar: Sonar, seed: int = 0) -> Dataset:
     classes, because a site may lack some and every node has to number them alike.
     """
     if not sonar.classes:
-        raise ConfigError("'sonar.classes' is empty; nodes that read their own folders need it to number classes alike.")
+        raise ConfigError(
+            "'sonar.classes' is empty; nodes that read their own folders need it to number classes alike."
+        )
     listed = [r for r in catalogue(source, sonar.layout) if r.label not in sonar.unseen]
     known, classes = _sort_classes(listed, replace(sonar, unseen=()))
     features = extract(

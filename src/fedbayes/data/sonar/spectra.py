@@ -130,6 +130,8 @@ def envelopes(waveforms: Tensor, rate: int, edges: Tensor | np.ndarray, window: 
     limits = np.asarray(edges, dtype=np.float64)
     rows = [(frequencies >= a) & (frequencies < b) for a, b in itertools.pairwise(limits)]
     weights = np.stack(rows).astype(np.float32)
+    if (weights.sum(1) == 0).any():
+        raise ValueError(f"carrier bands of {limits[1] - limits[0]:g} Hz are narrower than the {rate / window:g} Hz of a bin")  # fmt: skip
     return torch.matmul(torch.from_numpy(weights).to(waveforms), power)
 
 
@@ -140,10 +142,16 @@ def modulation_spectrum(envelope: Tensor, frame_rate: float, padding: int = 2) -
     """
     times = envelope.shape[-1]
     taper = torch.hann_window(times, dtype=envelope.dtype, device=envelope.device)
-    mean = envelope.mean(-1, keepdim=True).clamp(min=1e-30)
+    # the mean under the taper, so that nothing is left at 0 Hz to leak into the lowest rates
+    mean = (envelope * taper).sum(-1, keepdim=True) / taper.sum()
     length = padding * times
-    magnitude = torch.fft.rfft((envelope / mean - 1) * taper, n=length).abs() / taper.sum()
+    magnitude = torch.fft.rfft((envelope / mean.clamp(min=1e-30) - 1) * taper, n=length).abs() / taper.sum()
     return magnitude, torch.arange(length // 2 + 1, device=envelope.device) * frame_rate / length
+
+
+def demon_window(rate: int, highest: float) -> int:
+    """Return the samples of a window short enough to follow modulation at ``highest`` Hz: a third of its period."""
+    return power_of_two(rate / (3 * highest))
 
 
 def demon(
@@ -162,7 +170,7 @@ def demon(
     pass the slow water behind the hull, so the envelope's lines are the shaft rate, the blade rate and multiples.
     The bands divide [low, high] evenly; the envelope is sampled at at least five times ``highest``.
     """  # fmt: skip
-    window = power_of_two(rate / (6 * highest))
+    window = demon_window(rate, highest)
     hop = max(1, window // 2)
     edges = np.linspace(low, high, carriers + 1)
     envelope = envelopes(waveforms, rate, edges, window, hop)
