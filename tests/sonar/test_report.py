@@ -12,8 +12,8 @@ pytest.importorskip("matplotlib", reason="figures need the report extra")
 
 from fedbayes import config  # noqa: E402
 from fedbayes.data import load  # noqa: E402
-from fedbayes.report.runs import Run  # noqa: E402
 from fedbayes.report import sonar as module  # noqa: E402
+from fedbayes.report.runs import Run  # noqa: E402
 from fedbayes.report.sonar import AUDIO_BUDGET, queue  # noqa: E402
 
 TOML = """

@@ -102,7 +102,7 @@ def test_one_sites_folder_numbers_its_classes_as_told(sites):
     assert len(np.unique(data.train.columns["recording"])) == 12  # all that is there trains
     with pytest.raises(ConfigError, match=r"'sonar\.classes' is empty"):
         read_site(sites[1], SMALL)
-    with pytest.raises(DataError, match="class 'cargo', which 'sonar.classes' does not list"):
+    with pytest.raises(DataError, match=r"class 'cargo', which 'sonar\.classes' does not list"):
         load(Data(name=str(sites[1])), sonar=Sonar(sample_rate=4000, seconds=1.0, cache=False, classes=("tug", "ferry")))  # fmt: skip
 
 
