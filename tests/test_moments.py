@@ -1,5 +1,7 @@
 """The variance analysis's numbers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -35,19 +37,16 @@ def test_precision_runs_log_them_by_client_and_layer():
 
 
 def test_the_report_draws_them_only_where_they_are():
-    class Run:
-        events = [
-            {"kind": "round", "round": r, "fusion": {"moments": {
-                "0": {"a.weight": {"moment": 1.0, "inverse": 2.0 * r}, "b.weight": {"moment": 1.0, "inverse": 1.0}},
-                "1": {"a.weight": {"moment": 2.0, "inverse": 0.5}, "b.weight": {"moment": 1.0, "inverse": 3.0}},
-            }}}
-            for r in (1, 2, 3)
-        ]  # fmt: skip
-
-    html = section(Run())
+    rounds = [
+        {"kind": "round", "round": r, "fusion": {"moments": {
+            "0": {"a.weight": {"moment": 1.0, "inverse": 2.0 * r}, "b.weight": {"moment": 1.0, "inverse": 1.0}},
+            "1": {"a.weight": {"moment": 2.0, "inverse": 0.5}, "b.weight": {"moment": 1.0, "inverse": 3.0}},
+        }}}
+        for r in (1, 2, 3)
+    ]  # fmt: skip
+    html = section(SimpleNamespace(events=rounds))
     assert html is not None
     assert html.count("<svg") == 2
     assert "client 2" in html
     assert "1 a.weight, 2 b.weight" in html
-    Run.events = [{"kind": "round", "round": 1, "fusion": {"rule": "nwa"}}]
-    assert section(Run()) is None
+    assert section(SimpleNamespace(events=[{"kind": "round", "round": 1, "fusion": {"rule": "nwa"}}])) is None
