@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import math
 import statistics
@@ -115,7 +116,7 @@ def _done(cell: Cell) -> bool:
 def _groups(cells: Sequence[Cell], data_dir: Any, shared: bool, most: int) -> list[list[tuple[Cell, runner.Setup]]]:
     groups: list[list[tuple[Cell, runner.Setup]]] = []
     for cell in cells:
-        setup = runner.prepare(cell.experiment, data_dir=data_dir)
+        setup = _sharing(runner.prepare(cell.experiment, data_dir=data_dir), [g[0][1] for g in groups])
         for group in groups:
             if shared and len(group) < most and runner.share_a_launch(group[0][1], setup):
                 group.append((cell, setup))
@@ -123,6 +124,14 @@ def _groups(cells: Sequence[Cell], data_dir: Any, shared: bool, most: int) -> li
         else:
             groups.append([(cell, setup)])
     return groups
+
+
+def _sharing(setup: runner.Setup, others: Sequence[runner.Setup]) -> runner.Setup:
+    """Return the setup with another's data set in place of an equal one of its own: memory holds each set once."""
+    for other in others:
+        if runner.same_examples(setup.dataset, other.dataset):
+            return dataclasses.replace(setup, dataset=other.dataset)
+    return setup
 
 
 # -- the table ---------------------------------------------------------------------------------------------------

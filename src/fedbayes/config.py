@@ -227,7 +227,7 @@ _RANGES: list[tuple[str, typing.Callable[[Any], bool], str]] = [
      "local.steps schedule.silent engine.lanes distill.samples distill.epochs distill.swa_start pretrain.epochs "
      "model.width objective.kl_anneal local.momentum local.weight_decay local.clip_norm objective.l2 "
      "objective.proximal objective.kl_weight privacy.clip privacy.noise fusion.max_update participation.deadline "
-     "fusion.server_momentum local.sigma_learning_rate sonar.low sonar.high", lambda v: v >= 0, "0 or more"),
+     "fusion.server_momentum local.sigma_learning_rate sonar.low sonar.high transport.nodes transport.wait", lambda v: v >= 0, "0 or more"),
     ("local.learning_rate partition.alpha objective.prior_std model.sigma local.eps distill.learning_rate "
      "distill.dirichlet_alpha distill.sharpen fusion.server_learning_rate sonar.seconds schedule.decay schedule.factor",
      lambda v: v > 0, "greater than 0"),

@@ -240,7 +240,10 @@ class Federation:
         """Finish the round: fuse what arrived, distil, evaluate, log, checkpoint."""
         current = self._open_round()
         self._screen_moves(current)
-        self._check_quorum(current)
+        failures = [{"tensor": "", **f} for f in self.cohort.statistics().get("failures", ())]
+        self._check_quorum(current, failures)
+        known = {r["client"] for r in current.refused}
+        current.refused += [f for f in failures if f["client"] not in known]
         if self._holds_updates:
             self._fuse_held(current)
         fused = current.accumulator.conclude()
@@ -278,11 +281,14 @@ class Federation:
                 client, "", f"its mean moved {ratio:.3g} times as far as the median client's (limit {limit:g})"
             )
 
-    def _check_quorum(self, current: _Round) -> None:
+    def _check_quorum(self, current: _Round, failures: Sequence[Mapping[str, Any]]) -> None:
+        """Stop unless enough clients answered: a refused update is an answer, a client out of reach is none."""
         needed = max(1, math.ceil(self.experiment.participation.quorum * len(current.clients) - 1e-9))
         missing = sorted(set(current.clients) - set(current.arrived))
         if not current.arrived or (missing and len(current.arrived) + len(current.refused) < needed):
-            reasons = "; ".join(f"client {r['client']}: {r['tensor']} {r['reason']}" for r in current.refused)
+            reasons = "; ".join(
+                f"client {r['client']}: {r['tensor']} {r['reason']}" for r in [*current.refused, *failures]
+            )
             raise RunError(
                 f"round {current.number}: {len(current.arrived)} of {len(current.clients)} clients gave a usable update, "
                 f"{needed} are needed ('participation.quorum'); missing: {missing[:20]}"

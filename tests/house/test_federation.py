@@ -206,3 +206,15 @@ def test_state_survives_packing():
     assert torch.equal(back["a"][3]["b"], torch.arange(2))
     assert back["q"].same_bits(START)
     assert back["n"] == {"k": 1.5}
+
+
+def test_clients_out_of_reach_are_named_and_do_not_count_for_the_quorum():
+    class Lossy(Known):
+        def statistics(self):
+            return {"failures": [{"client": 1, "reason": "its node is gone"}]}
+
+    f = make({"rounds": 1, "participation.quorum": 0.6}, Lossy(silent={1}))
+    f.run()
+    assert f.history[0]["fusion"]["refused"] == [{"client": 1, "tensor": "", "reason": "its node is gone"}]
+    with pytest.raises(RunError, match=r"2 of 3 .*its node is gone"):
+        make({"rounds": 1}, Lossy(silent={1})).run()

@@ -138,7 +138,10 @@ class Precision(Rule):
     formula: ClassVar[str] = "μ = Σ μₖ/vₖ / Σ 1/vₖ (inverse), or Σ vₖμₖ / Σ vₖ (fisher)"
     papers: ClassVar[str] = "Reyes 2021 eq. (6), both readings of the sign"
     effect: ClassVar[str] = "v is an estimate of each round, not a posterior's variance"
-    when: ClassVar[str] = "point models with Adam's second moment captured"
+    when: ClassVar[str] = (
+        "point models with Adam's second moment captured; on non-IID clients sign=fisher: eq. (6) taken literally favours "
+        "clients that lack a class (docs/reproductions.md)"
+    )
     weighs: ClassVar[bool] = False
     allows_zero_variance: ClassVar[bool] = True
 
