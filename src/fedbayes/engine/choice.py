@@ -44,7 +44,8 @@ def _measured(setting: Setting, jobs: Sequence[Job], count: int) -> tuple[int, s
         count = min(count, _lanes_in_memory(setting, jobs))
         if setting.engine.compile or count == 1:
             return count, "as many clients as there are, or as the GPU's memory holds"
-    plain = _seconds_per_step(PlainLoop(setting), jobs[:1])
+    workers = min(setting.engine.workers, len(jobs))
+    plain = _seconds_per_step(PlainLoop(setting), jobs[:1]) / workers
     lanes = _seconds_per_step(LaneLoop(setting, count), jobs[:count]) / count
     gain = plain / lanes
     best = count if gain >= CLEARLY else 1

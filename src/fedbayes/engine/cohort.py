@@ -21,9 +21,10 @@ from .lanes import LaneLoop
 from .layout import StateLayout
 from .optimizers import Memory, moments_of
 from .plain import PlainLoop
+from .processes import ProcessLoop
 from .setting import Capture, Job, Outcome, Setting, resolve_device
 
-Loop = PlainLoop | LaneLoop | GraphLoop
+Loop = PlainLoop | ProcessLoop | LaneLoop | GraphLoop
 Shards = Sequence[np.ndarray] | Sequence[Sequence[np.ndarray]]
 
 
@@ -149,7 +150,8 @@ class LocalCohort:
         if lanes not in self._loops:
             graph = self.setting.engine.compile and self.setting.device.type == "cuda"
             if lanes == 1:
-                self._loops[lanes] = PlainLoop(self.setting)
+                workers = self.setting.engine.workers
+                self._loops[lanes] = ProcessLoop(self.setting, workers) if workers > 1 else PlainLoop(self.setting)
             else:
                 self._loops[lanes] = (GraphLoop if graph else LaneLoop)(self.setting, lanes)
         return self._loops[lanes]
@@ -170,7 +172,7 @@ class LocalCohort:
 
     def _measure(self, loop: Loop, jobs: Sequence[Job], lanes: int, seconds: float) -> None:
         steps = [job.steps(self.setting.local) for job in jobs]
-        plain = isinstance(loop, PlainLoop)
+        plain = isinstance(loop, (PlainLoop, ProcessLoop))
         done = sum(steps) if plain else loop.lane_steps
         self._statistics = {
             "lanes": lanes,
@@ -199,6 +201,8 @@ def _check(local: Local, engine: Engine, samples: int, capture_moment: bool) -> 
         raise ConfigError(
             f"engine.lanes is {engine.lanes}; 1 is the plain loop, n trains n clients at once, 0 measures."
         )
+    if engine.workers < 1:
+        raise ConfigError(f"engine.workers is {engine.workers}; 1 is this process alone, n trains on n processes.")
     if local.batch_size < 1:
         raise ConfigError(f"local.batch_size is {local.batch_size}; it must be at least 1.")
     if samples < 1:

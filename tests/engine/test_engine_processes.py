@@ -1,0 +1,122 @@
+"""The plain loop on several processes: the numbers of the plain loop with one thread, and errors that come home."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedbayes.cohort import Assignment
+from fedbayes.data import Examples, Transform
+from fedbayes.engine import LocalCohort
+from fedbayes.errors import ConfigError, RunError
+from fedbayes.experiment import Engine, Local
+from fedbayes.nn import build, posterior_of
+
+SIZES = (3, 20, 9, 14)
+
+
+def cohort(workers: int, model: nn.Module, local: Local | None = None) -> LocalCohort:
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.normal(size=(sum(SIZES), 5)).astype(np.float32))
+    examples = Examples(x, torch.from_numpy(rng.integers(0, 3, len(x))))
+    shards = np.split(np.arange(len(x)), np.cumsum(SIZES)[:-1])
+    transform = Transform(torch.ones(1), torch.zeros(1, 5))
+    engine = Engine(device="cpu", lanes=1, workers=workers)
+    return LocalCohort(model, examples, shards, transform, local or Local(epochs=2, batch_size=4), engine)
+
+
+def work(model: nn.Module, round: int = 1) -> list[Assignment]:
+    start = posterior_of(model)
+    return [Assignment(c, round, start, seed=5, learning_rate=0.01, epochs=2, divisor=46.0) for c in range(len(SIZES))]
+
+
+def network(kind: str = "flipout") -> nn.Module:
+    return build("mlp", kind, classes=3, input_shape=(5,), width=8)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 9])
+def test_any_number_of_processes_gives_the_bits_of_the_plain_loop(workers: int) -> None:
+    model = network()
+    alone = {u.client: u for u in cohort(1, model).train(work(model))}
+    shared = cohort(workers, model)
+    found = {u.client: u for u in shared.train(work(model))}
+    assert found.keys() == alone.keys() == set(range(len(SIZES)))
+    for client, update in found.items():
+        assert update.posterior.same_bits(alone[client].posterior)
+        assert {k: v for k, v in update.metrics.items() if k != "seconds"} == {
+            k: v for k, v in alone[client].metrics.items() if k != "seconds"
+        }
+    assert shared.statistics()["steps"] == sum(2 * -(-n // 4) for n in SIZES)
+
+
+def test_optimisers_that_persist_come_home() -> None:
+    model, local = network("deterministic"), Local(epochs=2, batch_size=4, keep_state=True)
+    sides = [cohort(n, model, local) for n in (1, 2)]
+    ends = []
+    for side in sides:
+        for round in (1, 2):
+            updates = {u.client: u.posterior for u in side.train(work(model, round))}
+        ends.append(updates)
+    assert all(ends[0][c].same_bits(ends[1][c]) for c in ends[0])
+
+
+class Failing(nn.Linear):
+    """A network that cannot be run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such luck")
+
+
+class Dying(nn.Linear):
+    """A network whose process is killed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+def test_a_childs_error_is_raised_here() -> None:
+    model = Failing(5, 3)
+    with pytest.raises(ValueError, match="no such luck"):
+        list(cohort(2, model).train(work(model)))
+
+
+def test_a_killed_process_is_noticed() -> None:
+    model = Dying(5, 3)
+    with pytest.raises(RunError, match="without answering for clients"):
+        list(cohort(2, model).train(work(model)))
+
+
+def test_processes_end_when_nobody_listens_any_more() -> None:
+    import multiprocessing
+
+    model = network()
+    updates = cohort(2, model).train(work(model))
+    next(updates)
+    updates.close()
+    assert not multiprocessing.active_children()
+
+
+def test_impossible_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.workers is 0"):
+        cohort(0, network())
+    good = cohort(2, network())
+    other = replace(good.setting, device=torch.device("cuda", 0))
+    from fedbayes.engine.processes import ProcessLoop
+
+    with pytest.raises(ConfigError, match="for the CPU"):
+        ProcessLoop(other, 2)
