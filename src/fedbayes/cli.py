@@ -272,9 +272,9 @@ def experiments(arguments: list[str]) -> int:
 def rules(arguments: list[str]) -> int:
     """List the fusion rules: aliases, formula, papers, what each does to the variance, when to use it."""
     _parser("rules", rules.__doc__).parse_args(arguments)
-    from .fusion.catalogue import rules_table
+    from .fusion import listing
 
-    print(rules_table())
+    print(listing())
     return 0
 
 

@@ -8,16 +8,24 @@ import pytest
 import torch
 
 from fedbayes.errors import ConfigError
-from fedbayes.fusion import fuse, get_rule, rules_table, weightings
+from fedbayes.fusion import fuse, get_rule, listing, markdown_table, rules, weightings
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_table_of_rules_is_current():
     page = (DOCS / "fusion.md").read_text(encoding="utf-8")
-    own = [row for row in rules_table().splitlines() if "test-" not in row and "power-mean" not in row]
+    own = [row for row in markdown_table().splitlines() if "test-" not in row and "power-mean" not in row]
     assert all(row in page for row in own)
     assert all(f"| `{w.name}` |" in page for w in weightings())
+
+
+def test_listing_names_everything_a_configuration_may_say():
+    page = listing()
+    for one in (*rules(), *weightings()):
+        assert re.search(rf"^{re.escape(one.name)}\b", page, re.M), one.name
+        assert all(alias in page for alias in one.aliases), one.name
+    assert max(map(len, listing(60).splitlines())) <= 110  # heads with aliases are not cut
 
 
 def test_the_example_rule_works_by_name(tmp_path, monkeypatch, clients):

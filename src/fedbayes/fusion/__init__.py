@@ -2,8 +2,9 @@
 
 from . import averages, mixtures, products  # noqa: F401 - registers the rules
 from .accumulator import Accumulator, Fused, fuse
+from .catalogue import listing, markdown_table
 from .collapse import collapse_note
-from .rule import Rule, Statistics, WeightSums, get_rule, register, rules, rules_table
+from .rule import Rule, Statistics, WeightSums, get_rule, register, rules
 from .stacked import fuse_stacked
 from .weighting import Weighting, client_weights, get_weighting, pairwise_kl, register_weighting, weightings
 
@@ -20,10 +21,11 @@ __all__ = [
     "fuse_stacked",
     "get_rule",
     "get_weighting",
+    "listing",
+    "markdown_table",
     "pairwise_kl",
     "register",
     "register_weighting",
     "rules",
-    "rules_table",
     "weightings",
 ]

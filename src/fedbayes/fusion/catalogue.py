@@ -1,4 +1,4 @@
-"""The table of rules and weightings, as text: what ``fedbayes rules`` prints."""
+"""The rules and weightings in words: a Markdown table for the documentation, a listing for the command line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,21 @@ from .rule import Rule, rules
 from .weighting import weightings
 
 
-def rules_table(width: int = 100) -> str:
-    """Return every rule and weighting with aliases, formula, papers, effect on the variance and when to use it."""
+def markdown_table() -> str:
+    """Return the registered rules as a Markdown table: what ``docs/fusion.md`` holds."""
+    lines = [
+        "| rule | also called | formula | papers | the variance | when | previous global |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in rules():
+        previous = "needed" if r.needs_previous else "–"
+        cells = (f"`{r.name}`", ", ".join(r.aliases), r.formula, r.papers, r.effect, r.when, previous)
+        lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+    return "\n".join(lines)
+
+
+def listing(width: int = 100) -> str:
+    """Return what ``fedbayes rules`` prints: every rule and weighting with aliases, formula, papers, effect on the variance and when to use it."""
     blocks = ["FUSION RULES (fusion.rule = NAME or an alias)", *(_rule(r, width) for r in rules())]
     blocks.append("CLIENT WEIGHTS (fusion.weighting = NAME or an alias)")
     for w in weightings():

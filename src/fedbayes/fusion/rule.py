@@ -157,19 +157,6 @@ def rules() -> tuple[type[Rule], ...]:
     return tuple(_RULES.values())
 
 
-def rules_table() -> str:
-    """Return the registered rules as a Markdown table: what ``fedbayes rules`` prints and ``docs/fusion.md`` holds."""
-    lines = [
-        "| rule | also called | formula | papers | the variance | when | previous global |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for r in rules():
-        previous = "needed" if r.needs_previous else "–"
-        cells = (f"`{r.name}`", ", ".join(r.aliases), r.formula, r.papers, r.effect, r.when, previous)
-        lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
-    return "\n".join(lines)
-
-
 def get_rule(name: str | Rule, **options: Any) -> Rule:
     """Return the rule of that name or alias, with options given as values or as text ("population", "1000").
 
