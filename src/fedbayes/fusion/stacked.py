@@ -140,7 +140,7 @@ def _compiled(part: Callable[..., Any], rule: Rule, gpu: bool) -> Callable[..., 
     """Compile a part for one rule. Each rule gets its own code object: torch limits recompilations per code object.
 
     On a CPU the clients are unrolled into one plain loop over columns, which the C++ compiler vectorises: inductor's own vectors convert
-    float32 to float64 through memory, five times slower.
+    float32 to float64 through memory; measured, four times slower (benchmarks/RESULTS.md).
     """
     code = part.__code__.replace(co_name=f"{part.__name__}_{rule.name.replace('-', '_')}")
     own = types.FunctionType(code, part.__globals__)
