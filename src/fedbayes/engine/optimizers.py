@@ -59,7 +59,8 @@ def torch_optimizer(local: Local, parameters: Mapping[str, nn.Parameter], rates:
     groups = [{"params": group, "lr": lr} for group, lr in ((means, rates.mean), (sigmas, rates.sigma)) if group]
     if local.optimizer == "adam":
         return torch.optim.Adam(
-            groups, lr=rates.mean, betas=local.betas, eps=local.eps, weight_decay=local.weight_decay
+            groups, lr=rates.mean, betas=local.betas, eps=local.eps, weight_decay=local.weight_decay,
+            fused=all(p.device.type == "cpu" for p in means + sigmas) or None,  # an eighth of a LeNet's step
         )  # fmt: skip
     return torch.optim.SGD(
         groups, lr=rates.mean, momentum=local.momentum, nesterov=local.nesterov and local.momentum > 0,

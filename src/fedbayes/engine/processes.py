@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -62,6 +63,8 @@ class ProcessLoop:
 
     def _work(self, jobs: Sequence[Job], order: Sequence[int], taken: Any, line: Connection) -> None:
         """Train jobs, in a child, until none is left or the parent is gone."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handlers are not a child's business
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
         torch.set_num_threads(1)
         parent = os.getppid()
         while os.getppid() == parent:
