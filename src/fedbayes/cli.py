@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, FedBayesError, nearest
+from .overrides import experiment_from, split_help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,71 +59,6 @@ def _remember(data_dir: str | None) -> None:
         os.environ["FEDBAYES_DATA"] = data_dir
 
 
-# -- experiments on the command line -----------------------------------------------------------------------------
-
-
-def experiment_from(name: str, extra: Sequence[str]) -> Any:
-    """Read the experiment and apply ``--key value`` overrides (tyro's spelling: dots, dashes or underscores)."""
-    from . import config
-
-    base = config.read(name)
-    return config.override(base, _overrides(extra), "command line")
-
-
-def _overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    from . import config
-
-    found: dict[str, list[str]] = {}
-    current = ""
-    for word in arguments:
-        if word.startswith("--") and len(word) > 2:
-            current, equals, value = word[2:].partition("=")
-            current = current.replace("-", "_")
-            found[current] = [value] if equals else []
-        elif current:
-            found[current].append(word)
-        else:
-            raise ConfigError(f"command line: '{word}' was not expected; write changes as --key value.")
-    changes: dict[str, Any] = {}
-    known = config.keys()
-    for name, values in found.items():
-        off = name.replace(".no_", ".")
-        if name not in known and off in known and known[off].type is bool and not values:
-            changes[off] = False
-        elif name in known and known[name].type is bool and not values:
-            changes[name] = True
-        elif not values:
-            raise ConfigError(f"command line: --{name} needs a value.")
-        else:
-            changes[name] = values[0] if len(values) == 1 else ",".join(values)
-    return changes
-
-
-def _help_with_fields(parser: argparse.ArgumentParser, name: str | None) -> None:
-    """Print the command's own options, then every field of the experiment with its default (tyro)."""
-    import tyro
-
-    from . import config
-    from .experiment import Experiment
-
-    parser.print_help()
-    print("\nEvery field of the experiment can be overridden:\n")
-    base = config.read(name) if name else Experiment()
-    try:
-        tyro.cli(Experiment, default=base, args=["--help"], prog="fedbayes run EXPERIMENT", description="")
-    except SystemExit:
-        return
-
-
-def _split_help(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]] | None:
-    """Parse a command's own options; None when help was asked for and has been printed."""
-    if "-h" in arguments or "--help" in arguments:
-        positional = [a for a in arguments[:1] if not a.startswith("-")]
-        _help_with_fields(parser, positional[0] if positional else None)
-        return None
-    return parser.parse_known_args(arguments)
-
-
 def run(arguments: list[str]) -> int:
     """Run one experiment: a built-in name, a TOML file, or a run directory's configuration."""
     p = _parser("run", run.__doc__, add_help=False)
@@ -133,7 +69,7 @@ def run(arguments: list[str]) -> int:
     p.add_argument("--central", action="store_true", help="train on all data in one place, as a baseline")
     p.add_argument("--track", choices=["tensorboard"], help="write the same numbers for TensorBoard too")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
-    parsed = _split_help(p, arguments)
+    parsed = split_help(p, arguments)
     if parsed is None:
         return 0
     from . import runner
@@ -148,8 +84,9 @@ def run(arguments: list[str]) -> int:
     out = Path(options.out) if options.out else None
     if out is None and not options.resume:
         from .rundir import fresh_directory
+        from .setup import check_names
 
-        runner.check_names(experiment)
+        check_names(experiment)
         out = fresh_directory(runner.DEFAULT_ROOT, experiment.name)
     if options.track:
         from .track import tracker
@@ -209,7 +146,7 @@ def compare(arguments: list[str]) -> int:
     p.add_argument("--data-dir", help="where data sets are kept")
     p.add_argument("--separately", action="store_true", help="one run after the other instead of shared launches")
     p.add_argument("--quiet", action="store_true", help="no progress bars")
-    parsed = _split_help(p, arguments)
+    parsed = split_help(p, arguments)
     if parsed is None:
         return 0
     from . import compare as grids
@@ -284,20 +221,20 @@ def partition(arguments: list[str]) -> int:
     p.add_argument("experiment")
     p.add_argument("--data-dir")
     p.add_argument("--picture", help="write the picture to this PNG or SVG file")
-    parsed = _split_help(p, arguments)
+    parsed = split_help(p, arguments)
     if parsed is None:
         return 0
-    from . import runner
     from .data import render
+    from .setup import holdings, prepare
 
     options, extra = parsed
     _remember(options.data_dir)
-    setup = runner.prepare(experiment_from(options.experiment, extra), data_dir=options.data_dir)
-    print(render(runner.holdings(setup), setup.dataset.classes))
+    setup = prepare(experiment_from(options.experiment, extra), data_dir=options.data_dir)
+    print(render(holdings(setup), setup.dataset.classes))
     if options.picture:
         from .report import partition_figure
 
-        held = runner.holdings(setup)
+        held = holdings(setup)
         counts = [list(row.counts) for row in held]
         print(partition_figure(counts, setup.dataset.classes, [row.name for row in held], Path(options.picture)))
     return 0
@@ -356,7 +293,7 @@ def deploy(arguments: list[str]) -> int:
     p.add_argument("--out", help="run directory (default: runs/NAME-number)")
     p.add_argument("--resume", action="store_true", help="continue the run that --out holds")
     p.add_argument("--data-dir")
-    parsed = _split_help(p, arguments)
+    parsed = split_help(p, arguments)
     if parsed is None:
         return 0
     options, extra = parsed
@@ -370,8 +307,9 @@ def deploy(arguments: list[str]) -> int:
     from .flower.deploy import rehearse
     from .progress import Progress
     from .rundir import fresh_directory
+    from .setup import check_names
 
-    runner.check_names(experiment)
+    check_names(experiment)
     out = Path(options.out) if options.out else fresh_directory(runner.DEFAULT_ROOT, experiment.name)
     result = rehearse(
         experiment, nodes=options.nodes, run_dir=out, insecure=options.insecure, resume=options.resume,

@@ -17,6 +17,7 @@ from .errors import ConfigError
 from .experiment import Experiment
 from .federation import Event
 from .rundir import is_finished, read_events, refuse_another_configuration
+from .setup import Setup, prepare, same_examples, share_a_launch
 
 COLUMNS = ("accuracy", "nll", "ece", "epistemic")
 """Metrics of the table; sigma is added from the last round's fusion record."""
@@ -113,12 +114,12 @@ def _done(cell: Cell) -> bool:
     return next((e["rounds"] for e in read_events(cell.path) if e["kind"] == "end"), 0) >= cell.experiment.rounds
 
 
-def _groups(cells: Sequence[Cell], data_dir: Any, shared: bool, most: int) -> list[list[tuple[Cell, runner.Setup]]]:
-    groups: list[list[tuple[Cell, runner.Setup]]] = []
+def _groups(cells: Sequence[Cell], data_dir: Any, shared: bool, most: int) -> list[list[tuple[Cell, Setup]]]:
+    groups: list[list[tuple[Cell, Setup]]] = []
     for cell in cells:
-        setup = _sharing(runner.prepare(cell.experiment, data_dir=data_dir), [g[0][1] for g in groups])
+        setup = _sharing(prepare(cell.experiment, data_dir=data_dir), [g[0][1] for g in groups])
         for group in groups:
-            if shared and len(group) < most and runner.share_a_launch(group[0][1], setup):
+            if shared and len(group) < most and share_a_launch(group[0][1], setup):
                 group.append((cell, setup))
                 break
         else:
@@ -126,10 +127,10 @@ def _groups(cells: Sequence[Cell], data_dir: Any, shared: bool, most: int) -> li
     return groups
 
 
-def _sharing(setup: runner.Setup, others: Sequence[runner.Setup]) -> runner.Setup:
+def _sharing(setup: Setup, others: Sequence[Setup]) -> Setup:
     """Return the setup with another's data set in place of an equal one of its own: memory holds each set once."""
     for other in others:
-        if runner.same_examples(setup.dataset, other.dataset):
+        if same_examples(setup.dataset, other.dataset):
             return dataclasses.replace(setup, dataset=other.dataset)
     return setup
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from .checkpoint import pack, unpack
 from .cohort import Assignment, Cohort, Update
 from .errors import RunError
 from .experiment import Experiment
@@ -23,6 +24,7 @@ from .moments import moment_summary
 from .objective import client_prior, kl_divisor
 from .posterior import Posterior, Refusal, check
 from .rundir import RunDirectory
+from .schedule import choose_clients, learning_rate
 from .seeds import derive, numpy_rng
 from .server import server_step
 
@@ -50,40 +52,6 @@ class Distiller(Protocol):
     ) -> tuple[Posterior, list[Event]]:
         """Return the distilled posterior and events to log (ensembles evaluated on the way)."""
         ...  # fmt: skip
-
-
-def learning_rate(experiment: Experiment, round: int) -> float:
-    """Return the learning rate of a round (counted from 1).
-
-    exponential (Fischer 2024, Loomis 2023): constant for ``silent`` rounds, then multiplied every round. The paper's
-    "factor .04" is read as exp(-0.04) (``exp``), 1 - 0.04 (``keep``) or, literally, 0.04 (``literal``: cannot train).
-    step (FedBE): multiplied by ``factor`` once each milestone's share of the rounds has passed.
-    """
-    s, base = experiment.schedule, experiment.local.learning_rate
-    if s.name == "exponential":
-        factor = {"exp": math.exp(-s.decay), "keep": 1 - s.decay, "literal": s.decay}[s.reading]
-        return base * factor ** max(0, round - s.silent)
-    if s.name == "step":
-        passed = sum(round - 1 >= m * experiment.rounds for m in s.milestones)
-        return base * s.factor**passed
-    return base
-
-
-def choose_clients(experiment: Experiment, sizes: Mapping[int, int], round: int) -> list[int]:
-    """Draw the round's clients: the asked fraction (at least one) of those that hold data, without replacement."""
-    able = sorted(c for c, n in sizes.items() if n > 0)
-    if not able:
-        raise RunError("no client holds any data; check the partition.")
-    count = max(1, round_half_up(experiment.participation.fraction * len(able)))
-    if count == len(able):
-        return able
-    chosen = numpy_rng(experiment.seed, "sample", round).choice(len(able), size=count, replace=False)
-    return sorted(able[i] for i in chosen)
-
-
-def round_half_up(value: float) -> int:
-    """Round to the nearest whole number, halves up (Python's ``round`` takes 2.5 to 2)."""
-    return math.floor(value + 0.5)
 
 
 @dataclass
@@ -449,41 +417,3 @@ def move(posterior: Posterior, previous: Posterior) -> float:
 def _without_posterior(update: Update) -> Update:
     """Drop the tensors of an update that has been added to the total: the server's memory must not grow with clients."""
     return Update(update.client, update.round, Posterior(), update.examples, update.metrics, update.run)
-
-
-# -- nested state <-> flat tensors and JSON: what a checkpoint file can hold -------------------------------------
-
-
-def pack(value: Any) -> tuple[dict[str, Tensor], Any]:
-    """Split nested state into named tensors and a JSON-able rest that says where they belong."""
-    tensors: dict[str, Tensor] = {}
-
-    def walk(node: Any, path: str) -> Any:
-        if isinstance(node, Tensor):
-            tensors[path] = node
-            return {"__tensor__": path}
-        if isinstance(node, Posterior):
-            gaussians = {n: [g.mean, g.variance] for n, g in node.gaussians.items()}
-            return {"__posterior__": walk({"g": gaussians, "p": dict(node.points)}, path)}
-        if isinstance(node, Mapping):
-            return {"__items__": [[k, walk(v, f"{path}/{k}")] for k, v in node.items()]}
-        if isinstance(node, (list, tuple)):
-            return [walk(v, f"{path}/{i}") for i, v in enumerate(node)]
-        return node
-
-    rest = walk(value, "")
-    return tensors, rest
-
-
-def unpack(tensors: Mapping[str, Tensor], rest: Any) -> Any:
-    """Put back together what ``pack`` split."""
-    if isinstance(rest, list):
-        return [unpack(tensors, v) for v in rest]
-    if not isinstance(rest, Mapping):
-        return rest
-    if "__tensor__" in rest:
-        return tensors[rest["__tensor__"]]
-    if "__posterior__" in rest:
-        inner = unpack(tensors, rest["__posterior__"])
-        return Posterior({n: tuple(g) for n, g in inner["g"].items()}, inner["p"])  # type: ignore[arg-type]
-    return {(tuple(k) if isinstance(k, list) else k): unpack(tensors, v) for k, v in rest["__items__"]}

@@ -236,7 +236,7 @@ def load(
 def _network(experiment: Experiment, posterior: Posterior, card: dict[str, Any], given: nn.Module | None) -> nn.Module:
     """Return the network the posterior belongs to: the one given, or the one the configuration names."""
     from .nn import load_posterior
-    from .runner import build_network
+    from .setup import build_network
 
     try:
         built = (

@@ -3,6 +3,7 @@
 import pytest
 
 from fedbayes import cli, config
+from fedbayes.overrides import experiment_from
 from fedbayes.rundir import is_finished
 
 QUICK = [
@@ -83,7 +84,7 @@ def test_overrides_in_every_spelling():
         "--local.learning-rate", "0.5", "--local.batch_size=7", "--local.keep-state", "--local.betas", "0.8", "0.9",
         "--fusion", "ws", "--distill.no-refresh-batchnorm",
     ]  # fmt: skip
-    e = cli.experiment_from("digits", words)
+    e = experiment_from("digits", words)
     assert (e.local.learning_rate, e.local.batch_size, e.local.keep_state) == (0.5, 7, True)
     assert (e.local.betas, e.fusion.rule, e.distill.refresh_batchnorm) == ((0.8, 0.9), "ws", False)
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from fedbayes import Posterior, config
+from fedbayes.checkpoint import pack, unpack
 from fedbayes.cohort import Update
 from fedbayes.errors import RunError
 from fedbayes.experiment import Experiment
-from fedbayes.federation import Federation, choose_clients, learning_rate, pack, run_together, unpack
+from fedbayes.federation import Federation, run_together
 from fedbayes.rundir import RunDirectory
+from fedbayes.schedule import choose_clients, learning_rate
 
 SIZES = {0: 10, 1: 30, 2: 60, 3: 0}
 START = Posterior({"w": (torch.zeros(4), torch.ones(4))}, {"n": torch.tensor(0)})

@@ -10,6 +10,7 @@ from fedbayes import Posterior, compare, config, runner
 from fedbayes.errors import ConfigError, RunError
 from fedbayes.fusion import rules
 from fedbayes.rundir import is_finished, read_events
+from fedbayes.setup import share_a_launch
 
 SMALL = {
     "rounds": 2, "partition.clients": 4, "data.limit": 300, "data.test_limit": 100, "evaluation.samples": 3,
@@ -118,7 +119,7 @@ def test_shared_launch_equals_separate_runs():
     ]
     variants = [config.override(v, {"data.limit": 0, "data.test_limit": 0}) for v in variants]
     setups = [runner.prepare(v) for v in variants]
-    assert all(runner.share_a_launch(setups[0], s) for s in setups)
+    assert all(share_a_launch(setups[0], s) for s in setups)
     together = runner.run_setups([runner.Launch(s) for s in setups])
     for setup, one in zip(setups, together, strict=True):
         plain = dataclasses.replace(setup.experiment, engine=dataclasses.replace(setup.experiment.engine, lanes=1))

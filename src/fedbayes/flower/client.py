@@ -25,7 +25,7 @@ from .memory import recall, remember
 from .records import put_error, put_update, take_assignments
 
 if TYPE_CHECKING:
-    from ..runner import Setup
+    from ..setup import Setup
 
 log = logging.getLogger("fedbayes.flower")
 client_app = ClientApp()

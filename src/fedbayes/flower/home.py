@@ -16,7 +16,7 @@ from ..errors import ConfigError, DataError, nearest
 if TYPE_CHECKING:
     from ..data import Dataset
     from ..experiment import Experiment
-    from ..runner import Setup
+    from ..setup import Setup
 
 KEYS = ("partition-id", "num-partitions", "clients", "data", "data-dir")
 
@@ -113,7 +113,7 @@ def prepare_home(toml: str, home: Home, classes: int, shape: tuple[int, ...]) ->
 def _prepare_own(experiment: Experiment, home: Home, classes: int, shape: tuple[int, ...]) -> Setup:
     from ..data import make_transform
     from ..nn import posterior_of
-    from ..runner import Setup, build_network, captures_moment, with_variances
+    from ..setup import Setup, build_network, captures_moment, with_variances
 
     refuse_shared_statistics(experiment)
     dataset = _read_own(experiment, home, classes)

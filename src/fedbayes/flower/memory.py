@@ -23,7 +23,7 @@ KEPT = 2
 
 def remember(cohort: Cohort, state: RecordDict, client: int, round: int) -> None:
     """Keep what must survive until the client trains again."""
-    from ..federation import pack
+    from ..checkpoint import pack
 
     tensors, rest = pack(cohort.state())
     state[_name(client, round)] = ArrayRecord({k: Array(t.detach().cpu().numpy()) for k, t in tensors.items()})
@@ -35,7 +35,7 @@ def remember(cohort: Cohort, state: RecordDict, client: int, round: int) -> None
 
 def recall(cohort: Cohort, state: RecordDict, client: int, round: int) -> None:
     """Give the client back what it had after ``round``."""
-    from ..federation import unpack
+    from ..checkpoint import unpack
 
     arrays = state.get(_name(client, round))
     rest = state.get(_name(client, round) + "-rest")

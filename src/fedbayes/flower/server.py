@@ -30,7 +30,8 @@ from .home import refuse_shared_statistics
 
 if TYPE_CHECKING:
     from ..federation import Event
-    from ..runner import Result, Setup
+    from ..runner import Result
+    from ..setup import Setup
 
 OURS = ("experiment", "overrides", "out", "resume", "data-dir", "report")
 FAILED = "fedbayes: "

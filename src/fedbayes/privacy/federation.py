@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..cohort import Assignment, Update
-from ..federation import Federation, choose_clients, options
+from ..federation import Federation, options
 from ..posterior import Posterior
+from ..schedule import choose_clients
 from ..seeds import torch_rng
 from .accountant import Accountant
 from .relative import RelativeAccumulator, finite, noise_of, refuse_unless_sum

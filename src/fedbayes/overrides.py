@@ -1,0 +1,66 @@
+"""Experiments on the command line: ``--key value`` overrides in tyro's spelling, and help that explains every field."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from . import config
+from .errors import ConfigError
+from .experiment import Experiment
+
+
+def experiment_from(name: str, extra: Sequence[str]) -> Any:
+    """Read the experiment and apply ``--key value`` overrides (tyro's spelling: dots, dashes or underscores)."""
+    base = config.read(name)
+    return config.override(base, _overrides(extra), "command line")
+
+
+def _overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, list[str]] = {}
+    current = ""
+    for word in arguments:
+        if word.startswith("--") and len(word) > 2:
+            current, equals, value = word[2:].partition("=")
+            current = current.replace("-", "_")
+            found[current] = [value] if equals else []
+        elif current:
+            found[current].append(word)
+        else:
+            raise ConfigError(f"command line: '{word}' was not expected; write changes as --key value.")
+    changes: dict[str, Any] = {}
+    known = config.keys()
+    for name, values in found.items():
+        off = name.replace(".no_", ".")
+        if name not in known and off in known and known[off].type is bool and not values:
+            changes[off] = False
+        elif name in known and known[name].type is bool and not values:
+            changes[name] = True
+        elif not values:
+            raise ConfigError(f"command line: --{name} needs a value.")
+        else:
+            changes[name] = values[0] if len(values) == 1 else ",".join(values)
+    return changes
+
+
+def _help_with_fields(parser: argparse.ArgumentParser, name: str | None) -> None:
+    """Print the command's own options, then every field of the experiment with its default (tyro)."""
+    import tyro
+
+    parser.print_help()
+    print("\nEvery field of the experiment can be overridden:\n")
+    base = config.read(name) if name else Experiment()
+    try:
+        tyro.cli(Experiment, default=base, args=["--help"], prog="fedbayes run EXPERIMENT", description="")
+    except SystemExit:
+        return
+
+
+def split_help(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]] | None:
+    """Parse a command's own options; None when help was asked for and has been printed."""
+    if "-h" in arguments or "--help" in arguments:
+        positional = [a for a in arguments[:1] if not a.startswith("-")]
+        _help_with_fields(parser, positional[0] if positional else None)
+        return None
+    return parser.parse_known_args(arguments)

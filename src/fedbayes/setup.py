@@ -1,0 +1,244 @@
+"""Making an experiment ready: who holds what, the network, its first posterior; what cannot be is refused here."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from . import config, seeds
+from .data import (
+    Dataset,
+    Examples,
+    Holding,
+    Transform,
+    client_names,
+    get_source,
+    hold_out,
+    load,
+    make_transform,
+    partition,
+    split_validation,
+    table,
+)  # fmt: skip
+from .data.partition import SCHEMES
+from .engine import resolve_device
+from .errors import ConfigError, nearest
+from .experiment import Experiment
+from .federation import options
+from .fusion import get_rule, get_weighting
+from .nn import NETWORKS, build, posterior_of
+from .posterior import Posterior
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An experiment made ready: who holds what, the network, its first posterior."""
+
+    experiment: Experiment
+    dataset: Dataset
+    shards: list[np.ndarray]  # indices into dataset.train, one array a client
+    validation: np.ndarray  # indices into dataset.train kept by the server
+    server: np.ndarray  # likewise, for pre-training
+    unlabelled: Examples | None  # the server's inputs for distillation
+    model: nn.Module
+    start: Posterior
+    transform: Transform
+
+    def splits(self) -> dict[str, Examples]:
+        """Return what the server evaluates on."""
+        found = {"test": self.dataset.test}
+        if len(self.validation):
+            found = {"validation": self.dataset.train.take(self.validation), **found}
+        return found | {f"ood:{name}": examples for name, examples in self.dataset.ood.items()}
+
+    def client_names(self) -> list[str]:
+        """Return the natural names of the clients (hospitals, sites), or their numbers."""
+        everyone = np.sort(np.concatenate(self.shards))
+        return client_names(self.experiment.partition, _without_inputs(self.dataset.train, everyone))
+
+
+def prepare(
+    experiment: Experiment,
+    *,
+    data_dir: str | Path | None = None,
+    dataset: Dataset | None = None,
+    model: nn.Module | None = None,
+) -> Setup:
+    """Load the data, share it out, build the network; every impossible request is refused here, before any work.
+
+    ``dataset`` and ``model`` replace what the experiment names: your own arrays, your own ``nn.Module`` (made
+    Bayesian beforehand with ``fedbayes.nn.bayesianize``, or left as it is).
+    """
+    if dataset is not None:  # say so in config.toml: no later reader must take it for the set of that name
+        experiment = _named(experiment, "data", f"python:{dataset.name}")
+    if model is not None:
+        experiment = _named(experiment, "model", f"python:{type(model).__qualname__}")
+    check_names(experiment)
+    if dataset is None:
+        dataset = load(experiment.data, sonar=experiment.sonar, data_dir=data_dir, seed=experiment.seed)
+    rest, validation, server, distilled = _server_shares(experiment, dataset)
+    light = _without_inputs(dataset.train, rest)
+    shards = [rest[p] for p in partition(experiment.partition, light, experiment.seed)]
+    if model is None:
+        model = build_network(experiment, len(dataset.classes), dataset.input_shape)
+    transform = make_transform(experiment.data, dataset.train, shards, dataset.test)
+    start = posterior_of(model)
+    if captures_moment(experiment):
+        start = with_variances(start, model)
+    return Setup(
+        experiment, dataset, shards, validation, server,
+        _unlabelled(experiment, dataset, distilled, data_dir), model, start, transform,
+    )  # fmt: skip
+
+
+def _without_inputs(train: Examples, positions: np.ndarray) -> Examples:
+    """Return labels and columns alone: all a partition looks at, without a second copy of the images."""
+    labels = train.labels.cpu()[torch.from_numpy(positions)]
+    return Examples(torch.empty(len(positions), 0), labels, {n: v[positions] for n, v in train.columns.items()})
+
+
+def with_variances(start: Posterior, model: nn.Module) -> Posterior:
+    """Return a point model's posterior with its parameters as Gaussians of variance 1: what ``precision`` fuses."""
+    parameters = {n for n, p in model.named_parameters() if n in start.points and p.requires_grad}
+    gaussians = {n: (start.points[n], torch.ones_like(start.points[n])) for n in start.points if n in parameters}
+    points = {n: t for n, t in start.points.items() if n not in parameters}
+    return Posterior({**start.gaussians, **gaussians}, points)  # type: ignore[dict-item]
+
+
+def _named(experiment: Experiment, section: str, name: str) -> Experiment:
+    return dataclasses.replace(experiment, **{section: dataclasses.replace(getattr(experiment, section), name=name)})
+
+
+def build_network(experiment: Experiment, classes: int, input_shape: tuple[int, ...]) -> nn.Module:
+    """Build the network an experiment names for inputs of this shape, with the initial weights of its seed."""
+    m = experiment.model
+    return build(
+        m.name, m.kind, classes=classes, in_channels=input_shape[0], input_shape=input_shape, dropout=m.dropout,
+        bayesian_bias=m.bayesian_bias, where=m.where, width=m.width, shortcut=m.shortcut, init=m.init, sigma=m.sigma,
+        seed=experiment.seed,
+    )  # fmt: skip
+
+
+def _server_shares(e: Experiment, dataset: Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Split the training set: the clients' rest, the server's validation, pre-training and distillation parts."""
+    train = dataset.train
+    positions = {"_position": np.arange(len(train))}
+    rest = Examples(torch.empty(len(train), 0), train.labels.cpu(), {**train.columns, **positions})
+    strata = (e.partition.column,) if e.partition.scheme == "column" else ()
+    rest, validation = split_validation(rest, e.data.validation, e.seed, columns=strata)
+    share = len(train) / max(1, len(rest))
+    rest, server = hold_out(rest, e.pretrain.fraction * share, e.seed, columns=strata)
+    share = len(train) / max(1, len(rest))
+    distil = e.distill.fraction * share if e.distill.enabled and not e.distill.data else 0.0
+    rest, distilled = hold_out(rest, distil, seeds.derive(e.seed, "distil"), columns=strata)
+    return tuple(part.columns["_position"] for part in (rest, validation, server, distilled))  # type: ignore[return-value]
+
+
+def _unlabelled(e: Experiment, dataset: Dataset, held: np.ndarray, data_dir: Any) -> Examples | None:
+    if not e.distill.enabled:
+        return None
+    if not e.distill.data:
+        return dataset.train.take(held)
+    other = load(dataclasses.replace(e.data, name=e.distill.data, ood="", exclude_classes=(), limit=0, test_limit=0),
+                 data_dir=data_dir, seed=e.seed)  # fmt: skip
+    return other.unlabelled or other.train
+
+
+def captures_moment(experiment: Experiment) -> bool:
+    """Whether clients must send Adam's second moment as a variance (rule ``precision``, Reyes 2021)."""
+    return get_rule(experiment.fusion.rule, **options(experiment)).name == "precision"
+
+
+def about(setup: Setup) -> dict[str, Any]:
+    """Return what the ``start`` event says of a run."""
+    from . import __version__
+
+    d = setup.dataset
+    return {
+        "name": setup.experiment.name,
+        "version": __version__,
+        "torch": torch.__version__,
+        "device": str(resolve_device(setup.experiment.engine.device)),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "data": d.name,
+        "clients": len(setup.shards),
+        "train": int(sum(len(s) for s in setup.shards)),
+        "validation": len(setup.validation),
+        "test": len(d.test),
+        "classes": list(d.classes),
+        "parameters": int(sum(g.mean.numel() for g in setup.start.gaussians.values())
+                          + sum(p.numel() for n, p in setup.model.named_parameters() if n in setup.start.points)),
+    }  # fmt: skip
+
+
+def holdings(setup: Setup) -> list[Holding]:
+    """Return who holds what, a row a client."""
+    d = setup.dataset
+    return table(setup.shards, d.train.labels, d.classes, names=setup.client_names())
+
+
+def partition_json(setup: Setup) -> dict[str, Any]:
+    """Return the content of ``partition.json``."""
+    clients = [
+        {"id": row.client, "name": row.name, "examples": row.examples, "counts": list(row.counts)}
+        for row in holdings(setup)
+    ]
+    return {"clients": clients, "classes": list(setup.dataset.classes)}
+
+
+def check_names(experiment: Experiment) -> None:
+    """Refuse names that nothing is registered under (rule, weighting, scheme, network, data set), before any work."""
+    get_rule(experiment.fusion.rule, **options(experiment))
+    get_weighting(experiment.fusion.weighting)
+    if experiment.partition.scheme not in SCHEMES:
+        raise ConfigError(
+            f"'partition.scheme' {experiment.partition.scheme!r} does not exist; "
+            f"{nearest(experiment.partition.scheme, SCHEMES)}"
+        )
+    if ":" not in experiment.model.name and experiment.model.name not in NETWORKS:
+        raise ConfigError(
+            f"'model.name' {experiment.model.name!r} is no network; {nearest(experiment.model.name, NETWORKS)}"
+        )
+    if not experiment.data.name.startswith("python:"):
+        get_source(experiment.data.name)
+
+
+def share_a_launch(a: Setup, b: Setup) -> bool:
+    """Whether two runs may train in one launch: same network, data, local training and engine.
+
+    Seeds, partitions, rules, weightings, priors, KL scalings, learning rates and rounds may differ.
+    """
+
+    def shape(s: Setup) -> Experiment:
+        e = s.experiment
+        return Experiment(
+            data=e.data,
+            model=dataclasses.replace(e.model, init="he", sigma=0.02),
+            local=dataclasses.replace(e.local, learning_rate=1.0, epochs=1, epochs_max=0, steps=0),
+            engine=e.engine,
+            sonar=e.sonar,
+            objective=dataclasses.replace(config.Experiment().objective, samples=e.objective.samples),
+        )
+
+    x, y = a.experiment, b.experiment
+    plain = x.data.mean != "client" and not x.local.keep_state and x.engine.lanes != 1
+    alike = shape(a) == shape(b) and captures_moment(x) == captures_moment(y)
+    return alike and plain and same_examples(a.dataset, b.dataset)
+
+
+def same_examples(a: Dataset, b: Dataset) -> bool:
+    """Whether two data sets hold the same training and test examples (seeds may draw limits or recordings differently)."""
+    if a is b:
+        return True
+    pairs = [(a.train, b.train), (a.test, b.test)]
+    return (a.name, a.classes) == (b.name, b.classes) and all(
+        x.inputs.shape == y.inputs.shape and torch.equal(x.labels, y.labels) and torch.equal(x.inputs, y.inputs)
+        for x, y in pairs
+    )
