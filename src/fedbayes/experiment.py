@@ -285,12 +285,12 @@ class Engine:
     """cpu, cuda, cuda:1, or auto (cuda where there is one)."""
     lanes: int = 0
     """Clients trained together: 1 is the plain loop, 0 picks by measuring."""
-    workers: int = 1
-    """CPU: processes, one thread each, that share out the clients of a plain loop (1: this process alone)."""
     precision: Literal["float32", "bf16"] = "float32"
     """Arithmetic of the forward and backward pass; parameters and optimiser are always float32."""
     compile: bool = False
     """Whether the step is compiled and captured in a CUDA graph (GPU only)."""
+    workers: int = 1
+    """CPU: processes, one thread each, that share out the clients of a plain loop (1: this process alone)."""
 
 
 @dataclass(frozen=True)
