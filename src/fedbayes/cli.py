@@ -82,7 +82,7 @@ def run(arguments: list[str]) -> int:
         experiment = central(experiment)
     listeners: list[Callable[..., None]] = [] if options.quiet else [Progress(experiment.rounds, experiment.name)]
     out = Path(options.out) if options.out else None
-    if out is None and not options.resume:
+    if out is None and options.track and not options.resume:  # else made once the experiment has proved possible
         from .rundir import fresh_directory
         from .setup import check_names
 

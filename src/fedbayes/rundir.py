@@ -93,10 +93,27 @@ class RunDirectory:
         if "config.toml" in existing:
             stored = config.read(self.path / "config.toml")
             refuse_another_configuration(self.path, stored, experiment)
+            self._refuse_to_shorten(experiment)
             experiment = with_lanes(experiment, experiment.engine.lanes or stored.engine.lanes)
         for leftover in self.path.glob("*.part"):
             leftover.unlink()
         self.write_config(experiment)
+
+    def _refuse_to_shorten(self, experiment: Experiment) -> None:
+        """Raise where resuming would falsify or erase a finished run: fewer rounds than it has, or no checkpoint."""
+        end = next((e for e in self.events() if e["kind"] == "end"), None)
+        if end is None:
+            return
+        if end["rounds"] > experiment.rounds:
+            raise RunError(
+                f"{self.path} holds a finished run of {end['rounds']} rounds; 'rounds' = {experiment.rounds} cannot take "
+                "any back: resume it with as many or more, or choose another directory with --out."
+            )
+        if not (self.path / "checkpoint.safetensors").exists():
+            raise RunError(
+                f"{self.path} holds a finished run of {end['rounds']} rounds but no checkpoint.safetensors to resume "
+                "from; choose another directory with --out, or remove this one to start again."
+            )
 
     def write_config(self, experiment: Experiment) -> None:
         """Write the resolved configuration: it runs again to the same result."""

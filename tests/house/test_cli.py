@@ -76,7 +76,7 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(arguments, words, tmp_path
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
-    assert list(tmp_path.rglob("*.toml")) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_overrides_in_every_spelling():

@@ -39,6 +39,21 @@ def test_another_configuration_is_not_resumed(tmp_path):
     RunDirectory(tmp_path, config.override(EXPERIMENT, {"rounds": 99}), resume=True).close()  # more rounds are fine
 
 
+def test_a_finished_run_is_neither_shortened_nor_erased(tmp_path):
+    three = config.override(EXPERIMENT, {"rounds": 3})
+    with RunDirectory(tmp_path, three) as d:
+        d.save_checkpoint({}, {"round": 3})
+        d.log({"kind": "end", "rounds": 3})
+    with pytest.raises(RunError, match=r"finished run of 3 rounds.*cannot take any back"):
+        RunDirectory(tmp_path, config.override(EXPERIMENT, {"rounds": 2}), resume=True)
+    assert config.read(tmp_path / "config.toml").rounds == 3
+    RunDirectory(tmp_path, three, resume=True).close()
+    (tmp_path / "checkpoint.safetensors").unlink()
+    with pytest.raises(RunError, match=r"no checkpoint\.safetensors to resume from"):
+        RunDirectory(tmp_path, config.override(EXPERIMENT, {"rounds": 4}), resume=True)
+    assert [e["rounds"] for e in read_events(tmp_path)] == [3]
+
+
 def test_metrics_are_written_line_by_line_and_torn_lines_left_out(tmp_path):
     with RunDirectory(tmp_path, EXPERIMENT) as d:
         d.log({"kind": "a", "value": torch.tensor(1.5), "nan": float("nan")})
