@@ -1,6 +1,6 @@
 """The studies of docs/passive-sonar.md: does a federation beat listening alone, does uncertainty find the errors?
 
-    python benchmarks/sonar_studies.py sea|deepship|watkins|rocks [--data-dir DIR] [--seeds 1]
+    python benchmarks/sonar_studies.py sea|deepship|watkins|rocks [--data-dir DIR] [--seed 0] [--set KEY=VALUE ...]
 
 Every line is judged on the same held-out recordings. *central*: one client with everybody's data; *alone*: each
 client trains on its own data only, and the accuracies are averaged; *federated*: a posterior each, fused every round.
@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import os
 import time
+import tomllib
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from fedbayes.data.sonar import pool
 from fedbayes.experiment import Experiment
 
 LIGHT = {"evaluation.every": 1000, "engine.lanes": 1, "data.validation": 0.0}
+SKIPPED: list[str] = []
+"""Rows that --skip leaves out."""
 
 
 class Tally:
@@ -106,15 +109,16 @@ def study(name: str, bases: list[Experiment], rules: list[str], data_dir: str | 
         "central, deterministic": central(bases[0]) | {"model__kind": "deterministic"},
         "central, Flipout": central(bases[0]),
     }
-    for label, changes in (jobs | settings(bases[0], rules)).items():
+    wanted = {n: c for n, c in (jobs | settings(bases[0], rules)).items() if n not in SKIPPED}
+    for label, changes in wanted.items():
         start, tally = time.process_time(), Tally(different)
         for base, dataset in sets:
             tally.add(train(base, dataset, **changes), dataset)
         print(tally.row(label), f"<!-- {time.process_time() - start:.0f} s of processor -->", flush=True)
-    tally = Tally(different)
+    start, tally = time.process_time(), Tally(different)
     for base, dataset in sets:
         alone(base, dataset, tally, model__kind="deterministic")
-    print(tally.row("alone, deterministic, mean of the clients"), flush=True)
+    print(tally.row("alone, deterministic, mean of the clients"), f"<!-- {time.process_time() - start:.0f} s of processor -->", flush=True)  # fmt: skip
 
 
 def main() -> None:
@@ -124,16 +128,23 @@ def main() -> None:
     parser.add_argument("--data-dir", default=os.environ.get("FEDBAYES_DATA"))
     parser.add_argument("--rules", default="nwa,ws,conflation,aalv")
     parser.add_argument("--folds", type=int, default=0, help="how many of the folds (0: all)")
-    parser.add_argument("--high", default="0,3000", help="watkins: upper band edges in Hz, 0 for the whole band")
+    parser.add_argument("--seed", type=int, default=0, help="sea and recordings: the experiment's seed")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change any field, as in TOML")
+    parser.add_argument("--skip", action="append", default=[], help="a row's name to leave out")
+    parser.add_argument("--high", default="0,2000", help="watkins: upper band edges in Hz, 0 for the whole band")
     given = parser.parse_args()
     rules = given.rules.split(",")
     torch.set_num_threads(1)
+    SKIPPED.extend(given.skip)
+    changes = {"seed": given.seed} | {
+        k: tomllib.loads(f"v = {v}")["v"] for k, v in (x.split("=", 1) for x in given.set)
+    }
     if given.study == "sea":
-        study("Synthetic sea, ten sites", [config.read("sonar-synthetic")], rules, None)
+        study("Synthetic sea, ten sites", [config.override(config.read("sonar-synthetic"), changes)], rules, None)
     elif given.study == "rocks":
         study("Mines and rocks", [config.override(rocks(), {"seed": s}) for s in range(5)], rules, given.data_dir)
     else:
-        base = config.read(f"sonar-{given.study}")
+        base = config.override(config.read(f"sonar-{given.study}"), changes)
         folds = range(given.folds or base.sonar.folds)
         for high in [0.0] if given.study == "deepship" else map(float, given.high.split(",")):
             bases = [config.override(base, {"sonar.fold": f, "sonar.high": high}) for f in folds]
