@@ -88,6 +88,8 @@ def run(arguments: list[str]) -> int:
 
         check_names(experiment)
         out = fresh_directory(runner.DEFAULT_ROOT, experiment.name)
+    if options.resume and out is not None and not (out / "config.toml").exists():
+        print(f"{out} holds no run yet: starting at round 1.")
     if options.track:
         from .track import tracker
 
@@ -119,10 +121,10 @@ def central(experiment: Any) -> Any:
 def print_result(result: Any) -> None:
     """Print a finished run's numbers and where its files are."""
     from .compare import Row, render
+    from .runner import mean_sigma
 
     values = {k: [v] for k, v in result.metrics("test").items()}
-    fusion = next((e["fusion"] for e in reversed(result.events) if e["kind"] == "round"), {})
-    values["sigma"] = [(fusion.get("sigma") or {}).get("mean") or 0.0]
+    values["sigma"] = [mean_sigma(result.events)]
     rows = [Row(result.setup.experiment.name, values)]
     for split in sorted({e["split"] for e in result.events if e.get("split", "").startswith("test:")}):
         rows.append(Row("  " + split.removeprefix("test:"), {k: [v] for k, v in result.metrics(split).items()}))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from . import config, runner
+from .data.holdings import align
 from .errors import ConfigError
 from .experiment import Experiment
 from .federation import Event
@@ -20,7 +21,7 @@ from .rundir import is_finished, read_events, refuse_another_configuration
 from .setup import Setup, prepare, same_examples, share_a_launch
 
 COLUMNS = ("accuracy", "nll", "ece", "epistemic")
-"""Metrics of the table; sigma is added from the last round's fusion record."""
+"""Metrics of the table; sigma is added from the same round's fusion record."""
 
 
 @dataclass(frozen=True)
@@ -155,12 +156,9 @@ class Row:
 
 
 def summary_of(path: Path) -> dict[str, float]:
-    """Return one finished run's numbers: test metrics at the best round and the mean sigma of its last round."""
+    """Return one finished run's numbers: test metrics and mean sigma, both of the best round."""
     events = list(read_events(path))
-    metrics = runner.metrics_of(events)
-    rounds = [e for e in events if e["kind"] == "round"]
-    sigma = rounds[-1]["fusion"].get("sigma") if rounds else None
-    return {**metrics, "sigma": (sigma or {}).get("mean") or 0.0}
+    return {**runner.metrics_of(events), "sigma": runner.mean_sigma(events)}
 
 
 def rows(cells: Sequence[Cell]) -> list[Row]:
@@ -180,11 +178,8 @@ HEADINGS = {"accuracy": "accuracy %", "nll": "NLL", "ece": "ECE %", "sigma": "me
 
 def render(table: Sequence[Row], columns: Sequence[str] = ("accuracy", "nll", "ece", "sigma", "epistemic")) -> str:
     """Return the table as text: mean ± standard deviation over seeds."""
-    width = max([len(r.label) for r in table] + [4])
-    lines = ["rule".ljust(width) + "".join(HEADINGS.get(c, c).rjust(18) for c in columns)]
-    for row in table:
-        lines.append(row.label.ljust(width) + "".join(_cell(row, c).rjust(18) for c in columns))
-    return "\n".join(lines)
+    body = [[row.label, *(_cell(row, c) for c in columns)] for row in table]
+    return align(["rule", *(HEADINGS.get(c, c) for c in columns)], body)
 
 
 def _cell(row: Row, metric: str) -> str:

@@ -225,12 +225,13 @@ class Federation:
             posterior, events = self.distiller(posterior, current.held, current.weights, previous, current.number)
         self.posterior, self.round, self._current = posterior, current.number, None
         self._seconds += time.perf_counter() - current.started
+        if self.rule.name == "precision":  # its variances are Adam's moments, not a posterior's
+            fused.record["sigma"] = None
         self._log(self._round_event(current, fused.record))
         for event in events:
             self._log(event)
         self._ratios.append((fused.record.get("sigma") or {}).get("ratio"))
-        note = collapse_note(self._ratios, self.rule.name, len(current.arrived))
-        if note and self.rule.name != "precision":  # whose variances are Adam's moments, not a posterior's
+        if note := collapse_note(self._ratios, self.rule.name, len(current.arrived)):
             self._log({"kind": "note", "round": self.round, "text": note})
         self._evaluate()
         self._checkpoint()
@@ -321,6 +322,12 @@ class Federation:
         """Log the start of the run, once; what ``about`` says stands in the ``start`` event."""
         if self.round == 0:
             self._log({"kind": "start", "schema": 1, **about})
+            if self.rule.name == "dwc" and self.experiment.objective.prior != "previous":
+                text = (
+                    "The rule 'dwc' takes the previous global posterior for the clients' prior, but objective.prior is fixed: "
+                    "the prior is subtracted without having been counted. Set objective.prior to previous."
+                )
+                self._log({"kind": "note", "round": 0, "text": text})
 
     def finish(self) -> None:
         """Write the final posterior and the ``end`` event."""

@@ -159,6 +159,14 @@ class Launch:
     listeners: list[Callable[[Event], None]] = field(default_factory=list)
 
 
+def mean_sigma(events: Sequence[Mapping[str, Any]]) -> float:
+    """Return the mean sigma of the posterior that ``metrics_of`` speaks of (0 for point models)."""
+    best = next((e["best_round"] for e in reversed(events) if e["kind"] == "end"), None)
+    rounds = {e["round"]: e["fusion"].get("sigma") for e in events if e["kind"] == "round"}
+    sigma = rounds.get(best) if best in rounds else next(reversed(rounds.values()), None)
+    return float((sigma or {}).get("mean") or 0.0)
+
+
 def run(
     experiment: Experiment,
     out: str | Path | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from .errors import ConfigError, nearest
 from .experiment import Experiment
 from .federation import options
 from .fusion import get_rule, get_weighting
-from .nn import NETWORKS, build, posterior_of
+from .nn import NETWORKS, build, load_posterior, posterior_of
 from .posterior import Posterior
 
 
@@ -90,12 +91,38 @@ def prepare(
         model = build_network(experiment, len(dataset.classes), dataset.input_shape)
     transform = make_transform(experiment.data, dataset.train, shards, dataset.test)
     start = posterior_of(model)
+    _fits(model, transform, dataset, start)
     if captures_moment(experiment):
+        if start.gaussians:
+            raise ConfigError(
+                "the rule 'precision' puts Adam's second moment in the place of a variance, so it fuses point models: set "
+                "model.kind to deterministic or dropout, or choose another rule."
+            )
         start = with_variances(start, model)
     return Setup(
         experiment, dataset, shards, validation, server,
         _unlabelled(experiment, dataset, distilled, data_dir), model, start, transform,
     )  # fmt: skip
+
+
+def _fits(model: nn.Module, transform: Transform, dataset: Dataset, start: Posterior) -> None:
+    """Pass one example through the network: a wrong shape is said here, in one sentence, not in the middle of a round."""
+    probe = copy.deepcopy(model).eval()
+    known = dataset.test if len(dataset.test) else dataset.train
+    inputs = transform(known.inputs[:1].cpu(), client=-1)
+    with torch.random.fork_rng(), torch.no_grad():
+        try:
+            answer = load_posterior(probe, start)(inputs)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise ConfigError(
+                f"the network does not take inputs of shape {dataset.input_shape} ({str(error).splitlines()[0]}); build it "
+                "for this shape."
+            ) from None
+    if tuple(getattr(answer, "shape", ())) != (1, len(dataset.classes)):
+        raise ConfigError(
+            f"the network answers one input with shape {tuple(getattr(answer, 'shape', ()))}; it must be (1, "
+            f"{len(dataset.classes)}): one number for each of the {len(dataset.classes)} classes."
+        )
 
 
 def _without_inputs(train: Examples, positions: np.ndarray) -> Examples:

@@ -184,3 +184,27 @@ def test_own_network_and_arrays():
 def test_impossible_requests_are_refused_before_any_work(key, value, words):
     with pytest.raises(fedbayes.errors.FedBayesError, match=words):
         runner.prepare(config.override(config.read("digits"), {key: value}))
+
+
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [
+        (torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6, 10)), "does not take inputs of shape"),
+        (torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2)), "must be \\(1, 10\\)"),
+    ],
+)
+def test_a_network_that_does_not_fit_its_data_is_refused_beforehand(network, words):
+    with pytest.raises(ConfigError, match=words):
+        runner.prepare(small(), model=network)
+
+
+def test_precision_refuses_a_bayesian_network_and_reports_no_sigma():
+    with pytest.raises(ConfigError, match="point models"):
+        runner.prepare(small(fusion="precision"))
+    result = fedbayes.run(small(fusion="precision", model__kind="deterministic", rounds=1), write=False)
+    assert [e["fusion"]["sigma"] for e in result.events if e["kind"] == "round"] == [None]
+
+
+def test_dwc_with_a_fixed_prior_is_noted():
+    notes = [e["text"] for e in fedbayes.run(small(fusion="dwc", rounds=1), write=False).events if e["kind"] == "note"]
+    assert any("objective.prior" in text for text in notes)
