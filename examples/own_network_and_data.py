@@ -43,10 +43,11 @@ def own_data() -> Dataset:
 
 
 experiment = config.override(
-    fedbayes.Experiment(name="own", rounds=10),
+    fedbayes.Experiment(name="own", rounds=15),
     {
         "partition.scheme": "dirichlet", "partition.clients": 5, "partition.alpha": 0.5,
-        "local.epochs": 2, "local.learning_rate": 3e-3, "fusion.rule": "nwa",
+        "local.epochs": 3, "local.batch_size": 16, "local.learning_rate": 3e-3,
+        "objective.kl_weight": 0.1, "fusion.rule": "nwa",
     },
 )  # fmt: skip
 
