@@ -160,14 +160,15 @@ def compare(arguments: list[str]) -> int:
     base = experiment_from(options.experiment, extra)
     root = Path(options.out) if options.out else runner.DEFAULT_ROOT / f"compare-{base.name}"
     cells = grids.grid(base, grids.parse_vary(options.vary), options.seeds, root)
-    bar = Progress(base.rounds * len(cells), base.name)
+    bar = None if options.quiet else Progress(base.rounds * len(cells), base.name)
     ran = grids.run_grid(
         cells,
         data_dir=options.data_dir,
         lanes_shared=not options.separately,
-        listeners=None if options.quiet else lambda cell: [bar],
+        listeners=(lambda cell: [bar]) if bar else None,
     )
-    bar.close()
+    if bar:
+        bar.close()
     table = grids.rows(cells)
     print(f"{len(ran)} runs done now, {len(cells) - len(ran)} were finished before.")
     print(grids.render(table))

@@ -11,7 +11,7 @@ class Progress:
     """A listener for ``Federation`` that shows a bar; closes itself at the run's end."""
 
     def __init__(self, rounds: int, name: str) -> None:
-        self._bar = tqdm(total=rounds, desc=name, unit="round", dynamic_ncols=True, leave=False)
+        self._bar = tqdm(total=rounds, desc=name, unit="round", dynamic_ncols=True, leave=False, delay=0.5)
         self._shown: dict[str, str] = {}
 
     def __call__(self, event: dict[str, Any]) -> None:
