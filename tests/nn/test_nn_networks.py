@@ -231,12 +231,12 @@ def test_resnet20_overfits_real_images(kind: str) -> None:
             optimizer.step()
             right += int((out.argmax(1) == y[batch]).sum())
         accuracy = right / 256
-        if accuracy > 0.95:
+        if accuracy > 0.97:
             break
-    assert accuracy > 0.95  # while training, noise on
+    assert accuracy > 0.97  # while training, noise on
     with torch.no_grad():  # and in evaluation, by the mean of five noisy passes
         mean = torch.stack([module(x).softmax(-1) for _ in range(5)]).mean(0)
-    assert (mean.argmax(1) == y).float().mean() > 0.95
+    assert (mean.argmax(1) == y).float().mean() > 0.97
 
 
 def cifar() -> tuple[np.ndarray, np.ndarray]:
