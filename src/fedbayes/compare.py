@@ -20,9 +20,6 @@ from .federation import Event
 from .rundir import is_finished, read_events, refuse_another_configuration
 from .setup import Setup, prepare, same_examples, share_a_launch
 
-COLUMNS = ("accuracy", "nll", "ece", "epistemic")
-"""Metrics of the table; sigma is added from the same round's fusion record."""
-
 
 @dataclass(frozen=True)
 class Cell:

@@ -21,7 +21,7 @@ from .errors import RunError
 from .experiment import Experiment
 from .fusion import Accumulator, Rule, Weighting, client_weights, collapse_note, get_rule, get_weighting
 from .moments import moment_summary
-from .objective import client_prior, kl_divisor
+from .objective import annealed, client_prior, kl_divisor
 from .posterior import Posterior, Refusal, check
 from .rundir import RunDirectory
 from .schedule import choose_clients, learning_rate
@@ -141,7 +141,6 @@ class Federation:
 
     def _assignment(self, client: int, number: int, sizes: Mapping[int, int]) -> Assignment:
         e = self.experiment
-        anneal = min(1.0, number / e.objective.kl_anneal) if e.objective.kl_anneal else 1.0
         epochs = e.local.epochs
         if e.local.epochs_max:
             epochs = int(numpy_rng(e.seed, "epochs", number, client).integers(1, e.local.epochs_max + 1))
@@ -156,7 +155,7 @@ class Federation:
             epochs=epochs,
             steps=e.local.steps,
             divisor=kl_divisor(e.objective.kl_scale, sizes[client], sum(sizes.values()), len(sizes)),
-            kl_weight=e.objective.kl_weight * anneal,
+            kl_weight=annealed(e.objective.kl_weight, number, e.objective.kl_anneal),
             prior_std=prior_std,
             prior=prior,
             l2=e.objective.l2,

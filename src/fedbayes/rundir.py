@@ -11,7 +11,6 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -221,11 +220,6 @@ def fresh_directory(root: Path, name: str) -> Path:
         except FileExistsError:
             continue
     raise RunError(f"{root} holds too many runs named {name}; choose another directory with --out.")
-
-
-def remove(path: Path) -> None:
-    """Delete a run directory that holds nothing worth keeping (it never got past its preparation)."""
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def _plain(value: Any) -> Any:
