@@ -71,7 +71,9 @@ def test_an_interrupted_rehearsal_leaves_no_process_behind(tmp_path, number):
         "import sys, pathlib\nfrom fedbayes import config\nfrom fedbayes.flower.deploy import rehearse\n"
         f"rehearse(config.read({str(tmp_path / 'e.toml')!r}), 1, {str(tmp_path / 'run')!r})\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts
+    )
     logs = tmp_path / "run" / "flower" / "logs"
     wait_for(lambda: (logs / "run.log").exists() or process.poll() is not None)
     assert process.poll() is None, process.stderr.read()
@@ -86,6 +88,11 @@ def test_an_interrupted_rehearsal_leaves_no_process_behind(tmp_path, number):
     assert not children & _tagged_children()
     assert not (tmp_path / "run" / "flower" / "home").exists()
     assert (logs / "superlink.log").exists()
+
+
+def _heed_interrupts():
+    """Undo what a shell without job control does to its background jobs: it makes them ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _tagged_children():
