@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """What an estimator costs: forward and backward of a convolution, as ratios to the deterministic one in the same run.
 
-    PYTHONPATH=src python benchmarks/layers.py [--out layers.json] [--device cuda] [--seconds 0.4]
+    PYTHONPATH=src python benchmarks/layers.py [--device cuda] [--lanes 1 10] [--seconds 0.4] [--budget 60] [--out layers.json]
 
-Every row is a stack of 3×3 convolutions with ReLU between (ResNet-20's three widths), trained for one step under one
+Every row is a stack of 3×3 convolutions with ReLU between (ResNet-20's widths), forward and backward, under one
 or ten lanes (vmap), eager or compiled; on a GPU in bf16 autocast, channels-last, captured in a CUDA graph, so that
 kernels are timed and not their launching. The KL is not part of it (a row of its own). Needs torch alone.
+
+Kinds and rows are measured in turns over the whole time of a row's setting, and a ratio is the median of the turns'
+ratios, so that a busy machine or a clock that changes hits both sides of it. Rows that `--budget` seconds leave no
+time for are named under the table, never guessed.
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ from torch.func import functional_call
 import fedbayes.nn as fnn
 from fedbayes.objective import gaussian_kl
 
-KINDS = ("deterministic", "dropout", "flipout", "flipout, one call", "local", "sample")
+KINDS = ("deterministic", "flipout", "flipout, one call", "sample", "local", "dropout")
+"""The one all are compared with first, then what one wants to know most."""
+TURNS = 5
 SIDES = {16: 32, 32: 16, 64: 8}
 """Channels and picture side of ResNet-20's stages."""
 
@@ -72,6 +78,7 @@ def make_job(module: nn.Module, lanes: int, channels: int, batch: int, device: s
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             return torch.vmap(one, randomness="different")(parameters, x).sum()
 
+    loss.__code__ = loss.__code__.replace()  # code of its own: the compiler keeps its variants apart by code
     return Job(loss, list(parameters.values()))
 
 
@@ -90,16 +97,14 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def milliseconds(run: Callable[[], object], device: str, seconds: float) -> float:
-    """Median time of one call over ``seconds`` of calls, after warm-up."""
+    """Median time of one call over ``seconds`` of calls, at least three of them."""
     times: list[float] = []
-    for _ in range(2):
-        run()
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < 5:
+    repeats = 10 if device == "cuda" else 1
+    while time.perf_counter() < end or len(times) < 3:
         if device == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
-        repeats = 10 if device == "cuda" else 1
         for _ in range(repeats):
             run()
         if device == "cuda":
@@ -108,25 +113,52 @@ def milliseconds(run: Callable[[], object], device: str, seconds: float) -> floa
     return statistics.median(times)
 
 
-def measure(
-    device: str, seconds: float, compiled: bool, lanes: int, widths: list[int], batch: int, depth: int
-) -> list[dict[str, Any]]:
-    """Rows for all widths and kinds of one setting."""
+@dataclass(frozen=True)
+class Setting:
+    """What a table's line has in common with its neighbours."""
+
+    device: str
+    lanes: int
+    compiled: bool
+    batch: int
+    depth: int
+    seconds: float
+    """Timing of one kind and width, over all turns."""
+
+
+def prepare(setting: Setting, kind: str, channels: int) -> Callable[[], object]:
+    """Build, compile, warm up and (on a GPU) capture one kind's step."""
+    job = make_job(stack(channels, setting.depth, kind), setting.lanes, channels, setting.batch, setting.device)
+    run = job.step(torch.compile(job.loss) if setting.compiled else job.loss)
+    run()
+    run()
+    return captured(run) if setting.device == "cuda" else run
+
+
+def measure(setting: Setting, channels: int, deadline: float) -> list[dict[str, Any]]:
+    """Rows of all kinds for one setting and width; the kinds left out when ``deadline`` is near have no ``ms``."""
+    runs: dict[str, Callable[[], object]] = {}
     rows: list[dict[str, Any]] = []
-    for channels in widths:
-        base = 0.0
-        for kind in KINDS:
-            torch._dynamo.reset()
-            job = make_job(stack(channels, depth, kind), lanes, channels, batch, device)
-            run = job.step(torch.compile(job.loss) if compiled else job.loss)
-            began = time.perf_counter()
-            run()
-            first = time.perf_counter() - began
-            ms = milliseconds(captured(run) if device == "cuda" else run, device, seconds)
-            base = ms if kind == "deterministic" else base
-            row = {"kind": kind, "channels": channels, "lanes": lanes, "compiled": compiled}
-            rows.append(row | {"ms": ms, "ratio": ms / base, "first_call_s": first})
-            print(f"  lanes={lanes} compiled={compiled} {channels:3d} channels {kind:18s} {ms:8.3f} ms", flush=True)
+    last = 0.0
+    for kind in KINDS:
+        began = time.perf_counter()
+        row = {"kind": kind, "channels": channels, "lanes": setting.lanes, "compiled": setting.compiled}
+        if began + last + (len(runs) + 1) * setting.seconds < deadline:
+            runs[kind] = prepare(setting, kind, channels)
+            row["prepare_s"] = time.perf_counter() - began
+            last = row["prepare_s"]
+        rows.append(row)
+    turns = [
+        {k: milliseconds(run, setting.device, setting.seconds / TURNS) for k, run in runs.items()} for _ in range(TURNS)
+    ]
+    for row in rows:
+        if row["kind"] in runs:
+            row["ms"] = statistics.median(t[row["kind"]] for t in turns)
+            row["ratio"] = statistics.median(t[row["kind"]] / t[KINDS[0]] for t in turns)
+            print(
+                "  {lanes} lanes, compiled {compiled}, {channels} channels, {kind}: {ms:.3f} ms".format(**row),
+                flush=True,
+            )
     return rows
 
 
@@ -147,13 +179,16 @@ def measure_kl(device: str, seconds: float) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]], widths: list[int]) -> str:
     """Ratios to the deterministic convolution: a line a kind and setting, a column a width."""
-    lines = [f"{'kind':20s}{'lanes':>6s}{'compiled':>10s}" + "".join(f"{f'{c} channels':>16s}" for c in widths)]
-    settings = sorted({(r["lanes"], r["compiled"]) for r in rows}, key=str)
+    lines = [f"{'kind':20s}{'lanes':>6s}{'compiled':>10s}" + "".join(f"{f'{c} channels':>18s}" for c in widths)]
+    settings = sorted({(r["lanes"], r["compiled"]) for r in rows})
     for lanes, compiled in settings:
-        for kind in KINDS:
+        for kind in sorted(KINDS, key=lambda k: (k != KINDS[0], k)):
             cells = [r for r in rows if (r["kind"], r["lanes"], r["compiled"]) == (kind, lanes, compiled)]
-            values = "".join(f"{r['ratio']:>8.2f}× {r['ms']:>6.3f}" for r in cells)
-            lines.append(f"{kind:20s}{lanes!s:>6s}{'yes' if compiled else 'no':>10s}{values}")
+            values = "".join(f"{r['ratio']:>6.2f}x {r['ms']:>7.3f} ms" if "ms" in r else f"{'-':>18s}" for r in cells)
+            lines.append(f"{kind:20s}{lanes:>6d}{'yes' if compiled else 'no':>10s}{values}")
+    missing = [r for r in rows if "ms" not in r]
+    if missing:
+        lines.append(f"{len(missing)} of {len(rows)} rows not measured (-): the time was up (--budget).")
     return "\n".join(lines)
 
 
@@ -161,7 +196,10 @@ def main() -> None:
     """Measure and print."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    arguments.add_argument("--seconds", type=float, default=0.3, help="time per row")
+    arguments.add_argument("--seconds", type=float, default=0.4, help="timing of one row")
+    arguments.add_argument(
+        "--budget", type=float, default=float("inf"), help="seconds in all; rows that do not fit are left out"
+    )
     arguments.add_argument("--out", type=Path, help="write the rows as JSON")
     arguments.add_argument("--no-compile", action="store_true", help="eager rows only")
     arguments.add_argument("--lanes", type=int, nargs="+", help="lane counts (default 10, on a CPU 1)")
@@ -169,22 +207,25 @@ def main() -> None:
         "--widths", type=int, nargs="+", choices=list(SIDES), help="channels (default 16 64, on a CPU all)"
     )
     a = arguments.parse_args()
+    deadline = time.perf_counter() + a.budget
     gpu = a.device == "cuda"
     if gpu:
         torch.backends.cudnn.benchmark = True
     batch, depth = (32, 3) if gpu else (16, 2)
     widths = a.widths or ([16, 64] if gpu else list(SIDES))
-    rows: list[dict[str, Any]] = []
-    for lanes in a.lanes or ([10] if gpu else [1]):
-        for compiled in (False,) if a.no_compile else (False, True):
-            rows += measure(a.device, a.seconds, compiled, lanes, widths, batch, depth)
     kl = measure_kl(a.device, a.seconds)
+    rows: list[dict[str, Any]] = []
+    for compiled in (False,) if a.no_compile else (True, False):
+        for lanes in a.lanes or ([10] if gpu else [1]):
+            for channels in widths:
+                rows += measure(Setting(a.device, lanes, compiled, batch, depth, a.seconds), channels, deadline)
     name = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
-    print(f"\n{name}, torch {torch.__version__}, batch {batch}, {depth} convolutions, forward + backward")
-    print(table(rows, widths))
-    print(f"KL of a Flipout ResNet-20, forward + backward, eager: {kl['ms']:.3f} ms")
     if a.out:
         a.out.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": rows, "kl": kl}, indent=1))
+    print(f"\n{name}, torch {torch.__version__}, batch {batch}, {depth} convolutions, forward + backward")
+    print(f"KL of a Flipout ResNet-20, forward + backward, eager: {kl['ms']:.3f} ms")
+    print("Ratio to the deterministic convolutions of the same line's setting, and milliseconds:")
+    print(table(rows, widths))
 
 
 if __name__ == "__main__":

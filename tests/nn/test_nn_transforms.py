@@ -187,3 +187,29 @@ def test_a_captured_step_replays_with_fresh_noise(kind: str, compiled: bool) -> 
     assert not torch.allclose(seen[0], seen[1])
     assert not torch.allclose(seen[1], seen[2])
     assert all(torch.isfinite(p.grad).all() for p in parameters.values())
+
+
+@needs_cuda
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_pooled_flipout_convolution_on_a_gpu_has_the_exact_variance(compiled: bool) -> None:
+    """Lanes, bf16, channels-last, strided, padded and grouped: the closed form of ``unfold`` times sigma²."""
+    torch.manual_seed(0)
+    lanes = 2000
+    layer = nn.FlipoutConv2d(4, 8, 3, stride=2, padding=1, groups=2, bias=False, sigma=0.3).cuda()
+    x = (torch.randn(2, 4, 9, 9, device="cuda") + 0.5).to(memory_format=torch.channels_last)
+
+    def pooled(x: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            one = lambda _: layer(x).float().mean((-2, -1))  # noqa: E731
+            return torch.vmap(one, randomness="different")(torch.zeros(lanes, device="cuda"))
+
+    with torch.no_grad():
+        y = (torch.compile(pooled) if compiled else pooled)(x)
+        patches = tnn.functional.unfold(x, 3, padding=1, stride=2).mean(
+            -1
+        )  # (2, 36): a patch's average, channel by channel
+        variance = 0.09 * patches.square().view(2, 2, 18).sum(-1).repeat_interleave(
+            4, 1
+        )  # (2, 8): each group sees half
+        assert (y.var(0) / variance - 1).abs().max() < 0.2
+        assert abs((y.var(0) / variance).mean() - 1) < 0.05
