@@ -97,7 +97,8 @@ def _grid_of(term: Tensor) -> Tensor:
     _, exponent = torch.frexp(term)
     bins = torch.div(exponent + WIDTH, WIDTH, rounding_mode="floor")
     bins = torch.where(term == 0, _LOWEST_BIN, bins).clamp_(min=_LOWEST_BIN)
-    return torch.ldexp(torch.ones_like(term), (bins - 1) * WIDTH)
+    # The power of two by its bits: torch.ldexp goes through pow, which no device promises to be exact.
+    return ((bins.long() - 1) * WIDTH + 1023 << 52).view(torch.float64)
 
 
 def _raise(cells: Tensor, grid: Tensor) -> None:

@@ -16,10 +16,12 @@ from ..errors import ConfigError, PosteriorError
 from ..posterior import Gaussian
 from .rule import Rule, Statistics, WeightSums, get_rule
 
-_EAGER_GROUP, _EAGER_BLOCK = 8, 2**12
+_EAGER_TILE = (8, 2**12)
 """Clients and columns of a tile whose float64 temporaries (256 KiB each) stay in a CPU's cache."""
-_COMPILED_GROUP, _COMPILED_BLOCK = 16, 2**18
+_COMPILED_TILE = (16, 2**18)
 """Clients a compiled CPU kernel reads side by side (prefetchers follow about 32 streams), and columns whose totals stay in cache."""
+_GPU_TILE = (16, 2**23)
+"""Uncompiled on a GPU: as much as keeps it busy, with temporaries of 1 GiB whatever the number of clients."""
 
 
 def fuse_stacked(
@@ -57,13 +59,24 @@ def fuse_stacked(
     # The first client of largest weight is a good pivot: the variance of a mixture is at least w² times its squared distance.
     near = max(range(len(given)), key=given.__getitem__)
     p = previous if previous is not None and chosen.needs_previous else Gaussian(m[near], v[near])
-    w = torch.tensor([chosen.mass(x) for x in given], dtype=torch.float64, device=m.device)[:, None]
-    # Sums of weights go in as numbers on the device: new weights every round must not mean a new compilation.
-    sums = torch.tensor(WeightSums.of(map(chosen.mass, given)), dtype=torch.float64, device=m.device)
-    out = (_whole if m.is_cuda else _in_tiles)(
+    w, sums = _on_device(chosen, tuple(given), m.device)
+    one_kernel = compile and (m.is_cuda or len(m) <= _COMPILED_TILE[0])
+    out = (_whole if one_kernel else _in_tiles)(
         chosen, sums, m, v, w, Gaussian(p.mean.reshape(-1), p.variance.reshape(-1)), compile
     )
     return Gaussian(out.mean.reshape(shape), out.variance.reshape(shape))
+
+
+@functools.lru_cache(maxsize=8)
+def _on_device(rule: Rule, weights: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the weights as a column and their sums, on the device.
+
+    Sums go in as numbers on the device: new weights every round must not mean a new compilation. The last few are kept, because a copy
+    to a GPU takes longer than a small fusion and cannot be part of a CUDA graph.
+    """
+    masses = [rule.mass(x) for x in weights]
+    w = torch.tensor(masses, dtype=torch.float64, device=device)[:, None]
+    return w, torch.tensor(WeightSums.of(masses), dtype=torch.float64, device=device)
 
 
 def _whole(rule: Rule, sums: Tensor, m: Tensor, v: Tensor, w: Tensor, p: Gaussian, compile: bool) -> Gaussian:
@@ -72,13 +85,11 @@ def _whole(rule: Rule, sums: Tensor, m: Tensor, v: Tensor, w: Tensor, p: Gaussia
 
 
 def _in_tiles(rule: Rule, sums: Tensor, m: Tensor, v: Tensor, w: Tensor, p: Gaussian, compile: bool) -> Gaussian:
-    """Fuse on a CPU: a few clients and a block of columns at a time, so that temporaries and totals stay in cache."""
-    (k, n), group = m.shape, _COMPILED_GROUP if compile else _EAGER_GROUP
-    if compile and k <= group:
-        return _whole(rule, sums, m, v, w, p, compile)
+    """Fuse a few clients and a block of columns at a time, so that temporaries and totals stay small (on a CPU: in cache)."""
+    k, n = m.shape
+    group, block = _GPU_TILE if m.is_cuda else _COMPILED_TILE if compile else _EAGER_TILE
     add, solve = _kernel(_add, rule, compile), _kernel(_solve, rule, compile)
     mean, variance = torch.empty_like(m[0]), torch.empty_like(v[0])
-    block = _COMPILED_BLOCK if compile else _EAGER_BLOCK
     for a in range(0, n, block):
         at = slice(a, min(a + block, n))
         pm, pv = p.mean[at], p.variance[at]
@@ -139,13 +150,14 @@ def _kernel(part: Callable[..., Any], rule: Rule, compile: bool, gpu: bool = Fal
 def _compiled(part: Callable[..., Any], rule: Rule, gpu: bool) -> Callable[..., Any]:
     """Compile a part for one rule. Each rule gets its own code object: torch limits recompilations per code object.
 
+    On a GPU one compilation serves every number of clients and weights (``dynamic``): each costs seconds.
     On a CPU the clients are unrolled into one plain loop over columns, which the C++ compiler vectorises: inductor's own vectors convert
     float32 to float64 through memory; measured, four times slower (benchmarks/RESULTS.md).
     """
     code = part.__code__.replace(co_name=f"{part.__name__}_{rule.name.replace('-', '_')}")
     own = types.FunctionType(code, part.__globals__)
     if gpu:
-        return functools.partial(torch.compile(own), rule, False)
+        return functools.partial(torch.compile(own, dynamic=True), rule, False)
     return functools.partial(torch.compile(own, dynamic=True, options=_plain_loops()), rule, True)
 
 
