@@ -19,7 +19,7 @@ from .checkpoint import pack, unpack
 from .cohort import Assignment, Cohort, Update
 from .errors import RunError
 from .experiment import Experiment
-from .fusion import Accumulator, Rule, Weighting, client_weights, collapse_note, get_rule, get_weighting
+from .fusion import Accumulator, Fused, Rule, Weighting, client_weights, collapse_note, get_rule, get_weighting
 from .moments import moment_summary
 from .objective import annealed, client_prior, kl_divisor
 from .posterior import Posterior, Refusal, check
@@ -40,7 +40,10 @@ class Judge(Protocol):
 
 
 class Distiller(Protocol):
-    """What turns a round's fused posterior and client models into a better one (FedBE)."""
+    """What turns a round's fused posterior and client models into a better one (FedBE).
+
+    A distiller may also have ``together(asked)``, given (distiller, arguments) of every federation in a launch.
+    """
 
     def __call__(
         self,
@@ -77,6 +80,8 @@ class _Round:
     arrived: dict[int, Update] = field(default_factory=dict)
     refused: list[dict[str, Any]] = field(default_factory=list)
     moments: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    fused: Fused | None = None
+    posterior: Posterior | None = None  # fused, after the server's own step
 
 
 class Federation:
@@ -205,6 +210,10 @@ class Federation:
 
     def end(self) -> None:
         """Finish the round: fuse what arrived, distil, evaluate, log, checkpoint."""
+        end_together([self])
+
+    def fuse(self) -> None:
+        """Fuse what arrived: the first half of a round's end."""
         current = self._open_round()
         self._screen_moves(current)
         failures = [{"tensor": "", **f} for f in self.cohort.statistics().get("failures", ())]
@@ -213,16 +222,27 @@ class Federation:
         current.refused += [f for f in failures if f["client"] not in known]
         if self._holds_updates:
             self._fuse_held(current)
-        fused = current.accumulator.conclude()
-        previous, posterior = self.posterior, fused.posterior
+        current.fused = fused = current.accumulator.conclude()
         f = self.experiment.fusion
-        posterior, self._velocity = server_step(
-            previous, posterior, self._velocity, f.server_learning_rate, f.server_momentum
+        current.posterior, self._velocity = server_step(
+            self.posterior, fused.posterior, self._velocity, f.server_learning_rate, f.server_momentum
         )
-        events: list[Event] = []
-        if self.distiller is not None:
-            posterior, events = self.distiller(posterior, current.held, current.weights, previous, current.number)
-        self.posterior, self.round, self._current = posterior, current.number, None
+
+    def to_distil(self) -> tuple[Posterior, dict[int, Posterior], dict[int, float], Posterior, int]:
+        """Return what the distiller is asked with: fused posterior, clients, weights, previous posterior, round."""
+        current = self._open_round()
+        assert current.posterior is not None
+        return current.posterior, current.held, current.weights, self.posterior, current.number
+
+    def close(self, distilled: tuple[Posterior, list[Event]] | None = None) -> None:
+        """Take the fused posterior, or the distilled one; evaluate, log, checkpoint: the second half of a round's end."""
+        current = self._open_round()
+        assert current.fused is not None
+        assert current.posterior is not None
+        fused, events = current.fused, []
+        self.posterior, self.round, self._current = current.posterior, current.number, None
+        if distilled is not None:
+            self.posterior, events = distilled
         self._seconds += time.perf_counter() - current.started
         if self.rule.name == "precision":  # its variances are Adam's moments, not a posterior's
             fused.record["sigma"] = None
@@ -396,8 +416,18 @@ def run_together(federations: Sequence[Federation]) -> None:
         assignments = [a for f in active for a in f.begin()]
         for update in active[0].cohort.train(assignments):
             by_run[update.run].absorb(update)
-        for federation in active:
-            federation.end()
+        end_together(active)
+
+
+def end_together(federations: Sequence[Federation]) -> None:
+    """End a round of federations that share a launch; those that distil do so together, where their distiller can."""
+    for federation in federations:
+        federation.fuse()
+    asked = [(f.distiller, f.to_distil()) for f in federations if f.distiller is not None]
+    together = getattr(asked[0][0], "together", None) if len(asked) > 1 else None
+    distilled = iter(together(asked) if together else [distiller(*round_) for distiller, round_ in asked])
+    for federation in federations:
+        federation.close(next(distilled) if federation.distiller is not None else None)
 
 
 def options(experiment: Experiment) -> dict[str, str]:

@@ -20,7 +20,9 @@ from ..posterior import Gaussian, Posterior
 from .labels import pseudo_labels, sharpen
 from .models import Round, dirichlet_weights, distributions, draw, ensemble, gaussian_moments, register
 from .student import (
+    Lesson,
     RunningAverage,
+    Training,
     distillation_loss,
     learning_rate_at,
     refresh_batchnorm,
@@ -30,8 +32,11 @@ from .student import (
 
 __all__ = [
     "Distilled",
+    "Lesson",
     "Round",
     "RunningAverage",
+    "Taught",
+    "Training",
     "check_unlabelled",
     "dirichlet_weights",
     "distill",
@@ -40,6 +45,7 @@ __all__ = [
     "draw",
     "ensemble",
     "gaussian_moments",
+    "learned",
     "learning_rate_at",
     "predictors",
     "pseudo_labels",
@@ -47,6 +53,7 @@ __all__ = [
     "register",
     "sharpen",
     "takes_snapshot",
+    "teach",
     "train_student",
 ]
 
@@ -87,13 +94,47 @@ def distill(
     When: clients' data are unequal and the server has inputs of its own, labelled or not, from any similar domain.
     """
     engine = engine or Engine()
-    inputs: Tensor = unlabelled.inputs
+    lesson, made = teach(
+        model, fused, clients, weights, previous, unlabelled, transform, settings, seed_address, engine
+    )
+    student = train_student(
+        model, lesson.state, lesson.inputs, lesson.targets, transform, settings, seed_address, resolve(engine),
+        engine.precision,
+    )  # fmt: skip
+    return learned(fused, made, student)
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What the ensemble says: its members, their predictions on the server's inputs, and a record for the log."""
+
+    members: tuple[Posterior, ...]
+    probabilities: Tensor
+    record: Mapping[str, Any]
+
+
+def teach(
+    model: nn.Module,
+    fused: Posterior,
+    clients: Sequence[Posterior],
+    weights: Sequence[float],
+    previous: Posterior | None,
+    unlabelled: Any,
+    transform: Any,
+    settings: Distill,
+    seed_address: Sequence[int | str],
+    engine: Engine,
+) -> tuple[Lesson, Taught]:
+    """Make the ensemble and its pseudo-labels: the first half of :func:`distill`, whose arguments these are.
+
+    Returns the student's lesson and what the second half, :func:`learned`, needs beside it. When: several
+    federations of one launch distil together (:func:`train_students`).
+    """
     if len(clients) == 0:
         raise ConfigError("distillation needs at least one client model of the round.")
-    device = _device(engine)
     round_ = Round(fused, clients, weights, previous, _buffers(model))
     members = ensemble(round_, settings, seed_address)
-    probabilities = _predict(model, members, inputs, transform, settings, (*seed_address, "teach"), engine)
+    probabilities = _predict(model, members, unlabelled.inputs, transform, settings, (*seed_address, "teach"), engine)
     targets = pseudo_labels(probabilities, settings.sharpen)
     if not bool(torch.isfinite(targets).all()):
         raise DataError(
@@ -101,19 +142,22 @@ def distill(
         )
     known = model.state_dict().keys()
     state = {n: t for n, t in _to_state(fused).items() if n in known}  # an estimated variance is not the network's
-    trained, training = train_student(
-        model, state, inputs, targets, transform, settings, seed_address, device, engine.precision
-    )
     record = {
         "distribution": settings.distribution,
         "members": len(members),
-        "examples": len(inputs),
+        "examples": len(unlabelled.inputs),
         "swa": settings.swa,
         "teacher_entropy": float(-(torch.xlogy(targets, targets)).sum(-1).mean()),
         "disagreement": float((probabilities.mean(1).argmax(-1) != targets.argmax(-1)).float().mean()),
-        **asdict(training),
     }
-    return Distilled(_to_posterior(trained, fused), tuple(members), record)
+    lesson = Lesson(state, unlabelled.inputs, targets, settings, tuple(seed_address))
+    return lesson, Taught(tuple(members), probabilities, record)
+
+
+def learned(fused: Posterior, taught: Taught, student: tuple[Mapping[str, Tensor], Training]) -> Distilled:
+    """Return a trained student as the new global posterior: the second half of :func:`distill`."""
+    state, training = student
+    return Distilled(_to_posterior(state, fused), taught.members, {**taught.record, **asdict(training)})
 
 
 def predictors(
@@ -183,7 +227,8 @@ def _buffers(model: nn.Module) -> frozenset[str]:
     return frozenset(n for n, _ in model.named_buffers())
 
 
-def _device(engine: Engine) -> torch.device:
+def resolve(engine: Engine) -> torch.device:
+    """Return the device an engine distils on."""
     if engine.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(engine.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,8 +11,11 @@ from ..engine import predict
 from ..errors import ConfigError
 from ..experiment import Experiment
 from ..posterior import Posterior
-from . import check_unlabelled, distill, predictors
-from .student import check_schedule
+from . import Taught, check_unlabelled, learned, predictors, resolve, teach
+from .student import Lesson, Training, check_schedule, train_student
+
+Asked = tuple[Posterior, Mapping[int, Posterior], Mapping[int, float], Posterior, int]
+"""A round to distil: fused posterior, clients' posteriors and weights by number, previous global posterior, round."""
 
 
 class RoundDistiller:
@@ -44,13 +47,31 @@ class RoundDistiller:
         round: int,
     ) -> tuple[Posterior, list[dict[str, Any]]]:
         """Return the distilled posterior and the round's ``distill`` and ``evaluation`` events."""
-        e = self.experiment
-        numbers = sorted(clients)
-        held = [clients[c] for c in numbers]
-        made = distill(
-            self.model, fused, held, [weights[c] for c in numbers], previous, self.unlabelled, self.transform,
-            e.distill, (e.seed, "distill", round), e.engine,
+        return distil_together([(self, (fused, clients, weights, previous, round))])[0]
+
+    @staticmethod
+    def together(
+        asked: Sequence[tuple[RoundDistiller, Asked]],
+    ) -> list[tuple[Posterior, list[dict[str, Any]]]]:
+        """Distil a round of several federations that share a launch (see ``distil_together``)."""
+        return distil_together(asked)
+
+    def teach(self, asked: Asked) -> tuple[Lesson, Taught]:
+        """Return the student's lesson of a round, and the ensemble that gives it."""
+        fused, clients, weights, previous, round = asked
+        e, numbers = self.experiment, sorted(clients)
+        return teach(
+            self.model, fused, [clients[c] for c in numbers], [weights[c] for c in numbers], previous, self.unlabelled,
+            self.transform, e.distill, (e.seed, "distill", round), e.engine,
         )  # fmt: skip
+
+    def finish(
+        self, asked: Asked, taught: Taught, student: tuple[Mapping[str, Tensor], Training]
+    ) -> tuple[Posterior, list[dict[str, Any]]]:
+        """Return the student as the global posterior, and the round's events."""
+        fused, clients, _, _, round = asked
+        e, held = self.experiment, [clients[c] for c in sorted(clients)]
+        made = learned(fused, taught, student)
         events: list[dict[str, Any]] = [{"kind": "distill", "round": round, **made.record}]
         if self.judge is not None and (round % e.evaluation.every == 0 or round == e.rounds):
             for name, members in predictors(fused, held, made).items():
@@ -68,3 +89,28 @@ class RoundDistiller:
             seed_address=(e.seed, "evaluate", round, split, name), engine=e.engine,
         )  # fmt: skip
         return made.flatten(0, 1)
+
+
+def distil_together(
+    asked: Sequence[tuple[RoundDistiller, Asked]],
+) -> list[tuple[Posterior, list[dict[str, Any]]]]:
+    """Distil a round of several federations that share a launch; what each gets is what it would get alone.
+
+    On a GPU with a captured step (``engine.compile``) their students are lanes of one step; elsewhere they are
+    distilled one after the other.
+    """
+    first = asked[0][0]
+    lessons = [d.teach(a) for d, a in asked]
+    engine = first.experiment.engine
+    device = resolve(engine)
+    if engine.compile and device.type == "cuda":
+        from .lanes import train_students
+
+        students = train_students(first.model, [l for l, _ in lessons], first.transform, device, engine.precision)
+    else:
+        students = [
+            train_student(d.model, l.state, l.inputs, l.targets, d.transform, l.settings, l.seed_address, device,
+                          d.experiment.engine.precision)
+            for (d, _), (l, _) in zip(asked, lessons, strict=True)
+        ]  # fmt: skip
+    return [d.finish(a, t, s) for (d, a), (_, t), s in zip(asked, lessons, students, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,23 @@ class Training:
     snapshots: int
     first_loss: float
     last_loss: float
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What one student learns: where it starts, from which inputs, towards which targets, how, in what order."""
+
+    state: Mapping[str, Tensor]
+    inputs: Tensor
+    targets: Tensor
+    settings: Distill
+    seed_address: tuple[int | str, ...]
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What students must have in common to be lanes of one step: everything that decides its shapes."""
+        s = self.settings
+        return tuple(self.inputs.shape), self.inputs.dtype, tuple(self.targets.shape), s.epochs, s.batch_size
 
 
 class RunningAverage:
@@ -126,7 +143,8 @@ def train_student(
     losses: list[Tensor] = []
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(derive(*seed_address, "noise"))
-        for step, (index, weight) in enumerate(_batches(len(inputs), settings, seed_address, device)):
+        indices, weights = (torch.from_numpy(a).to(device) for a in orders(len(inputs), settings, seed_address))
+        for step, (index, weight) in enumerate(zip(indices, weights, strict=True)):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate_at(step, settings)
             batch = transform(inputs[index], client=-1, offsets=None, flips=None)
@@ -157,7 +175,7 @@ def refresh_batchnorm(model: nn.Module, inputs: Tensor, transform: Transform, ba
     Averaged weights have activations that no running statistic was measured with; one pass of the server's
     inputs measures them (Izmailov et al. 2018, section 3.2). Networks without batch-norm are left alone.
     """
-    layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    layers = list(batch_norms(model).values())
     if not layers:
         return 0
     momenta = [m.momentum for m in layers]
@@ -178,16 +196,23 @@ def refresh_batchnorm(model: nn.Module, inputs: Tensor, transform: Transform, ba
     return len(layers)
 
 
-def _batches(
-    n: int, settings: Distill, seed_address: Sequence[int | str], device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield full batches of indices; the last of an epoch is completed from its beginning with weight 0."""
+def batch_norms(model: nn.Module) -> dict[str, nn.modules.batchnorm._BatchNorm]:
+    """Return a network's batch-norm layers that keep running statistics, by name."""
+    kinds = nn.modules.batchnorm._BatchNorm
+    return {n: m for n, m in model.named_modules() if isinstance(m, kinds) and m.track_running_stats}
+
+
+def orders(n: int, settings: Distill, seed_address: Sequence[int | str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return every step's input indices and their weights, (steps, batch) each.
+
+    All batches are full: the last of an epoch is completed from the epoch's beginning with weight 0.
+    """
     size = min(settings.batch_size, n)
+    steps = -(-n // settings.batch_size)
+    weight = np.zeros(steps * size, dtype=np.float32)
+    weight[:n] = 1.0
+    index = []
     for epoch in range(settings.epochs):
         order = numpy_rng(*seed_address, "order", epoch).permutation(n)
-        for start in range(0, n, settings.batch_size):
-            part = order[start : start + settings.batch_size]
-            weight = np.zeros(size, dtype=np.float32)
-            weight[: len(part)] = 1.0
-            index = np.concatenate([part, order[: size - len(part)]])
-            yield torch.from_numpy(index).to(device), torch.from_numpy(weight).to(device)
+        index.append(np.concatenate([order, order[: steps * size - n]]).reshape(steps, size))
+    return np.concatenate(index), np.tile(weight.reshape(steps, size), (settings.epochs, 1))
