@@ -104,7 +104,7 @@ def test_certain_answers():
 def test_single_class_batch():
     p, _ = case(n=50)
     found = u.summarize(p, torch.zeros(50, dtype=torch.int64))
-    assert all(math.isfinite(v) for k, v in found.items() if not k.startswith("auroc"))
+    assert all(math.isfinite(v) for k, v in found.items() if not k.startswith(("auroc", "fpr95")))
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,8 @@ def test_single_class_batch():
         (torch.zeros(500), "integer"),
         (torch.full((500,), 6), r"label 6 is outside 0\.\.5"),
         (torch.full((500,), -1), "label -1"),
+        ("three", "of type str"),
+        (None, "of type NoneType"),
     ],
 )
 def test_wrong_labels_get_one_sentence(labels, words):
@@ -125,5 +127,7 @@ def test_wrong_bins():
     p, y = case(n=10)
     with pytest.raises(u.UncertaintyError, match="at least 1"):
         u.ece(p, y, 0)
+    with pytest.raises(u.UncertaintyError, match="whole number"):
+        u.summarize(p, y, bins=2.5)  # type: ignore[arg-type]
     with pytest.raises(u.UncertaintyError, match="'width' and 'mass'"):
         u.ece(p, y, 5, "height")  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """Per-input uncertainty against loops written from the formulas."""
 
+import itertools
 import math
 
 import numpy as np
@@ -59,7 +60,7 @@ def test_covariances_are_kwons_matrices():
     torch.testing.assert_close(epistemic.diagonal(dim1=1, dim2=2).sum(-1), values["epistemic"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("samples", [1, 3, 25])
 def test_equal_samples_have_exactly_no_epistemic_uncertainty(dtype, samples):
     one = sampled(m=1, n=200, c=10).to(dtype)
@@ -74,6 +75,22 @@ def test_tiny_spread_is_not_lost():
     base = torch.full((2, 1, 2), 0.5, dtype=torch.float64)
     base[0, 0] += torch.tensor([1e-6, -1e-6], dtype=torch.float64)
     assert float(u.per_example(base)["epistemic"][0]) == pytest.approx(2 * 0.25e-12, rel=1e-6)
+
+
+def test_mutual_information_of_a_tiny_spread():
+    """To second order it is the sum of variance / (2 mean); H(mean) - mean H would be rounding error only."""
+    mean = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    d = torch.tensor([1.0, -3.0, 2.0], dtype=torch.float64) * 1e-8
+    p = torch.stack([mean + d, mean - d])[:, None]
+    expected = float((d**2 / (2 * mean)).sum())
+    assert float(u.per_example(p)["mutual_information"][0]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_votes_that_are_even_are_a_tie():
+    """Three of seven networks say class 0, three class 2: the first of the tied classes, in whatever order they voted."""
+    votes = torch.eye(3, dtype=torch.float64)[torch.tensor([2, 0, 1, 0, 2, 2, 0])]
+    for shift in range(7):
+        assert u.per_example(votes.roll(shift, 0)[:, None])["prediction"].tolist() == [0]
 
 
 def test_predictive_variance_readings():
@@ -101,10 +118,21 @@ def test_chunks_change_nothing(monkeypatch):
     p = sampled(n=101).float()
     y = torch.arange(101) % 5
     whole, table = u.per_example(p), u.summarize(p, y)
-    monkeypatch.setattr(_checks, "CHUNK_ELEMENTS", 7 * 5 * 3)
+    monkeypatch.setitem(_checks.CHUNK_ELEMENTS, "cpu", 7 * 5 * 3)
+    assert [s.stop - s.start for s in _checks.chunks(p)] == [3] * 33 + [2]
     for name, value in u.per_example(p).items():
         torch.testing.assert_close(value, whole[name], rtol=1e-13, atol=1e-15)
     assert u.summarize(p, y) == pytest.approx(table, rel=1e-12)
+
+
+def test_work_is_done_in_small_chunks():
+    """25 x 50,000 x 100 (not held here: the stride is 0) is worked through some dozen examples at a time."""
+    p = torch.ones(1, 1, 1).expand(25, 50_000, 100)
+    slices = _checks.chunks(p)
+    assert max(s.stop - s.start for s in slices) * 25 * 100 <= _checks.chunk_elements(p.device)
+    assert slices[0].start == 0
+    assert slices[-1].stop == 50_000
+    assert all(a.stop == b.start for a, b in itertools.pairwise(slices))
 
 
 def test_one_class_one_example():

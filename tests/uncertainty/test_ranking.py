@@ -112,6 +112,8 @@ def test_summary_ranks_with_each_uncertainty():
     wrong = each["prediction"] != y
     for name in u.UNCERTAINTIES:
         assert found[f"auroc_error_{name}"] == pytest.approx(metrics.roc_auc_score(wrong, each[name]))
+        by_threshold = brute_fpr(each[name][wrong].tolist(), each[name][~wrong].tolist(), 0.95)
+        assert found[f"fpr95_error_{name}"] == pytest.approx(by_threshold)
         order = torch.argsort(each[name])
         plain = (~wrong)[order].double().cumsum(0) / torch.arange(1, 201)
         assert found[f"retained_{name}"] == pytest.approx(float(plain.mean()))
@@ -123,6 +125,22 @@ def test_summary_ranks_with_each_uncertainty():
     assert out["entropy"] == pytest.approx(float(far.mean()))
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_all_right_or_all_wrong_has_no_answer(wrong):
+    p = torch.softmax(torch.randn(2, 20, 3, generator=torch.Generator().manual_seed(0)), -1)
+    answers = u.per_example(p)["prediction"]
+    found = u.summarize(p, (answers + wrong) % 3)
+    for name in u.UNCERTAINTIES:
+        assert math.isnan(found[f"auroc_error_{name}"])
+        assert math.isnan(found[f"fpr95_error_{name}"])
+        assert found[f"retained_{name}"] == 1 - wrong
+
+
+def test_outliers_are_of_the_same_network():
+    with pytest.raises(u.UncertaintyError, match="3 classes and the outliers 4"):
+        u.summarize_outliers(torch.full((1, 2, 3), 1 / 3), torch.full((1, 2, 4), 1 / 4))
+
+
 def test_deterministic_networks_get_the_same_table():
     p = torch.softmax(torch.randn(1, 50, 3, generator=torch.Generator().manual_seed(0)), -1)
     y = torch.arange(50) % 3
@@ -130,6 +148,7 @@ def test_deterministic_networks_get_the_same_table():
     assert found.keys() == u.summarize(p.expand(4, -1, -1), y).keys()
     assert found["epistemic"] == found["mutual_information"] == 0
     assert found["auroc_error_epistemic"] == 0.5
+    assert found["fpr95_error_epistemic"] == 1
     assert found["retained_epistemic"] == pytest.approx(found["accuracy"])
 
 

@@ -1,6 +1,5 @@
 """Sigma, signal-to-noise and Reyes' reliability index against NumPy and the published tables."""
 
-import itertools
 import math
 
 import numpy as np
@@ -62,18 +61,3 @@ def test_overall_reliability_is_the_mean():
         u.reliability_index([0.0, 0.0])
     with pytest.raises(u.UncertaintyError, match="no groups"):
         u.overall_reliability([])
-
-
-def test_work_is_done_in_small_chunks():
-    """25 x 50,000 x 100 is worked through some thousand examples at a time."""
-
-    from fedbayes.uncertainty import _checks
-
-    class Shape:
-        shape = (25, 50_000, 100)
-
-    slices = _checks.chunks(Shape)  # type: ignore[arg-type]
-    assert max(s.stop - s.start for s in slices) * 25 * 100 <= _checks.CHUNK_ELEMENTS
-    assert slices[0].start == 0
-    assert slices[-1].stop == 50_000
-    assert all(a.stop == b.start for a, b in itertools.pairwise(slices))

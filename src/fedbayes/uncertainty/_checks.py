@@ -9,8 +9,11 @@ from torch import Tensor
 
 from ..errors import FedBayesError
 
-CHUNK_ELEMENTS = 1 << 22
-"""Probabilities worked on at a time: 4 million, so 32 MB in float64, whatever the size of the whole."""
+CHUNK_ELEMENTS = {"cpu": 1 << 17}
+"""Probabilities worked on at a time, by kind of device, whatever the size of the whole: on a CPU 1 MB in float64, which
+stays in its cache; elsewhere (``CHUNK_ELSEWHERE``) 32 MB, so that a GPU is full and 25 x 10,000 x 10 is one chunk."""
+
+CHUNK_ELSEWHERE = 1 << 22
 
 SUM_TOLERANCE = 1e-2
 """How far a row's sum may be from 1: covers float16 and bfloat16 softmax over hundreds of classes, not logits."""
@@ -25,9 +28,19 @@ def working_type(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def as_numbers(values: Any, what: str) -> Tensor:
+    """Return the tensor behind a tensor, array or nested list, or say that there is none."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise UncertaintyError(
+            f"{what} are of type {type(values).__name__}, not a tensor or an array of numbers."
+        ) from None
+
+
 def as_probabilities(probabilities: Any) -> Tensor:
     """Return the tensor (M, N, C) behind ``probabilities`` (tensor or array), or say what is wrong with its shape."""
-    p = torch.as_tensor(probabilities)
+    p = as_numbers(probabilities, "probabilities").detach()
     if p.ndim != 3:
         raise UncertaintyError(
             f"probabilities have shape {tuple(p.shape)}; (samples, examples, classes) is needed"
@@ -42,7 +55,7 @@ def as_probabilities(probabilities: Any) -> Tensor:
 
 def as_labels(labels: Any, like: Tensor) -> Tensor:
     """Return int64 labels (N,) on the device of ``like`` (M, N, C), or say why they do not fit."""
-    y = torch.as_tensor(labels)
+    y = as_numbers(labels, "labels")
     examples, classes = like.shape[1], like.shape[2]
     if y.shape != (examples,):
         raise UncertaintyError(f"labels have shape {tuple(y.shape)}; ({examples},) is needed, one per example.")
@@ -56,9 +69,14 @@ def as_labels(labels: Any, like: Tensor) -> Tensor:
     return y
 
 
+def chunk_elements(device: torch.device) -> int:
+    """How many probabilities are worked on at a time on a device."""
+    return CHUNK_ELEMENTS.get(device.type, CHUNK_ELSEWHERE)
+
+
 def chunks(p: Tensor) -> list[slice]:
-    """Slices of the example axis, each of at most ``CHUNK_ELEMENTS`` probabilities (at least one example)."""
-    step = max(1, CHUNK_ELEMENTS // (p.shape[0] * p.shape[2]))
+    """Slices of the example axis, each of at most ``chunk_elements`` probabilities (at least one example)."""
+    step = max(1, chunk_elements(p.device) // (p.shape[0] * p.shape[2]))
     return [slice(i, min(i + step, p.shape[1])) for i in range(0, p.shape[1], step)]
 
 

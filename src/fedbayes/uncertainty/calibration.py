@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ._checks import UncertaintyError, as_labels, as_probabilities, working_type
+from ._checks import UncertaintyError, as_labels, as_probabilities, chunk_elements, working_type
 from .predictive import first_argmax, predictive_mean
 
 Binning = Literal["width", "mass"]
@@ -47,8 +48,8 @@ def brier(mean: Tensor, labels: Tensor) -> Tensor:
 
 def bin_edges(values: Tensor, bins: int, binning: Binning = "width") -> Tensor:
     """Edges of the bins, ``bins`` + 1 of them: equally wide over [0, 1], or quantiles of the values (equal mass)."""
-    if bins < 1:
-        raise UncertaintyError(f"{bins} bins were asked for; at least 1 is needed.")
+    if isinstance(bins, bool) or not isinstance(bins, int | np.integer) or bins < 1:
+        raise UncertaintyError(f"{bins!r} bins were asked for; a whole number of at least 1 is needed.")
     share = torch.linspace(0, 1, bins + 1, device=values.device, dtype=values.dtype)
     if binning == "width":
         return share
@@ -111,7 +112,7 @@ def classwise_gap(mean: Tensor, labels: Tensor, bins: int) -> Tensor:
     confidence = torch.zeros(classes * bins, dtype=mean.dtype, device=mean.device)
     truth = torch.zeros_like(confidence)
     offset = torch.arange(classes, device=mean.device) * bins
-    step = max(1, (1 << 22) // classes)
+    step = max(1, chunk_elements(mean.device) // classes)
     for i in range(0, examples, step):
         part = mean[i : i + step]
         where = assign_bins(part, edges) + offset

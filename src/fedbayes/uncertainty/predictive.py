@@ -18,7 +18,7 @@ UNCERTAINTIES = ("entropy", "aleatoric", "epistemic", "mutual_information")
 def predictive_mean(probabilities: Any) -> Tensor:
     """Mean over the M samples, (N, C), in float64: the prediction of a Bayesian network.
 
-    Taken about the first sample, so that M equal samples give exactly that sample.
+    M equal samples give exactly that sample, whatever rounding a sum of M would bring.
     """
     p = as_probabilities(probabilities)
     return torch.cat([_mean_and_deltas(_load(p, s))[0] for s in chunks(p)])
@@ -109,17 +109,18 @@ def _load(p: Tensor, s: slice) -> Tensor:
 
 
 def _mean_and_deltas(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean over samples and deviations from it, both exact when all samples are equal."""
-    about = q - q[0]
-    shift = about.mean(0)
-    return q[0] + shift, about - shift
+    """Mean over samples and deviations from it. Equal samples give exactly that sample and exactly 0.
+
+    Otherwise it is the plain mean, so that classes that got equal votes stay tied.
+    """
+    mean = torch.where((q == q[0]).all(0), q[0], q.mean(0))
+    return mean, q - mean
 
 
 def _per_example(p: Tensor, s: slice) -> dict[str, Tensor]:
     q = _load(p, s)
     mean, deltas = _mean_and_deltas(q)
     epistemic = (deltas**2).mean(0).sum(-1)
-    information = (torch.special.xlogy(q, q) - torch.special.xlogy(q, mean)).sum(-1).mean(0)
     prediction = first_argmax(mean)
     return {
         "mean": mean,
@@ -128,6 +129,16 @@ def _per_example(p: Tensor, s: slice) -> dict[str, Tensor]:
         "entropy": entropy(mean),
         "aleatoric": (q.sum(-1) - (q**2).sum(-1)).mean(0).clamp(min=0),
         "epistemic": epistemic,
-        "mutual_information": information.clamp(min=0),
+        "mutual_information": _information(q, mean, deltas),
         "predictive_variance": epistemic,
     }
+
+
+def _information(q: Tensor, mean: Tensor, deltas: Tensor) -> Tensor:
+    """Mean over the samples of KL(p_m || mean), from the deviations, so that a tiny spread is not lost in rounding.
+
+    q log(q / mean) - (q - mean) is never negative, and what is taken off sums to 0 over the samples.
+    """
+    ratio = deltas / mean.clamp(min=torch.finfo(mean.dtype).tiny)
+    ratio = ratio.clamp(min=torch.finfo(mean.dtype).eps / 2 - 1)  # q = 0: 0 log 0 is 0
+    return (q * ratio.log1p() - deltas).sum(-1).mean(0).clamp(min=0)

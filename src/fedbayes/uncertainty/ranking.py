@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import UncertaintyError, working_type
+from ._checks import UncertaintyError, as_numbers, working_type
 
 
 class Curve(NamedTuple):
@@ -18,7 +18,7 @@ class Curve(NamedTuple):
 
 
 def _scores(scores: Any, what: str = "scores") -> Tensor:
-    s = torch.as_tensor(scores)
+    s = as_numbers(scores, what)
     s = s.to(working_type(s.device))
     if s.ndim != 1 or len(s) == 0:
         raise UncertaintyError(f"{what} have shape {tuple(s.shape)}; one number per example is needed.")
@@ -27,11 +27,32 @@ def _scores(scores: Any, what: str = "scores") -> Tensor:
     return s
 
 
-def _mid_ranks(s: Tensor) -> Tensor:
-    """Rank of each entry, 1 the smallest; equal entries share the mean of their ranks."""
-    _, group, count = torch.unique(s, return_inverse=True, return_counts=True)
-    last = count.cumsum(0)
-    return (last - (count - 1) / 2)[group].to(s.dtype)
+class _Sorted(NamedTuple):
+    """Truth values in ascending order of their scores, along the last axis, with the borders of each group of ties.
+
+    ``first`` and ``last`` (exclusive) are the places of the group that an entry belongs to; ``before`` counts the
+    truths in front of every place, N + 1 of them. No step waits for the device.
+    """
+
+    truth: Tensor
+    first: Tensor
+    last: Tensor
+    before: Tensor
+
+
+def _sorted(scores: Tensor, truth: Tensor) -> _Sorted:
+    ordered, order = scores.sort(-1)
+    flags = truth.to(scores.dtype).expand_as(scores).gather(-1, order)
+    first = torch.searchsorted(ordered, ordered)
+    last = torch.searchsorted(ordered, ordered, right=True)
+    return _Sorted(flags, first, last, torch.nn.functional.pad(flags.cumsum(-1), (1, 0)))
+
+
+def _truth(truth: Any, s: Tensor) -> Tensor:
+    found = torch.as_tensor(truth, device=s.device).bool()
+    if found.shape != s.shape:
+        raise UncertaintyError(f"{tuple(found.shape)} truth values for {tuple(s.shape)} scores; they must match.")
+    return found
 
 
 def auroc(scores: Any, positive: Any) -> float:
@@ -41,16 +62,14 @@ def auroc(scores: Any, positive: Any) -> float:
     no answer then, and 0.5 would be an invention.
     """
     s = _scores(scores)
-    pos = torch.as_tensor(positive, device=s.device).bool()
-    if pos.shape != s.shape:
-        raise UncertaintyError(f"{tuple(pos.shape)} truth values for {tuple(s.shape)} scores; they must match.")
-    return float(_auroc(s, pos))
+    return float(auroc_of(_sorted(s, _truth(positive, s))))
 
 
-def _auroc(s: Tensor, pos: Tensor) -> Tensor:
-    n_pos = pos.sum().to(s.dtype)
-    n_neg = len(s) - n_pos
-    total = (_mid_ranks(s) * pos).sum()
+def auroc_of(s: _Sorted) -> Tensor:
+    """``auroc`` of sorted truth values, one number for each row."""
+    n_pos = s.before[..., -1]
+    n_neg = s.truth.shape[-1] - n_pos
+    total = ((s.first + s.last + 1) / 2 * s.truth).sum(-1)  # the mean of the ranks that tied entries share
     return (total - n_pos * (n_pos + 1) / 2) / (n_pos * n_neg)  # 0/0 is NaN, as promised
 
 
@@ -60,9 +79,7 @@ def roc_curve(scores: Any, positive: Any) -> Curve:
     Equal scores are one threshold, so the curve goes straight through ties; the area below it is ``auroc``.
     """
     s = _scores(scores)
-    pos = torch.as_tensor(positive, device=s.device).bool()
-    if pos.shape != s.shape:
-        raise UncertaintyError(f"{tuple(pos.shape)} truth values for {tuple(s.shape)} scores; they must match.")
+    pos = _truth(positive, s)
     _, group, count = torch.unique(-s, return_inverse=True, return_counts=True)
     hits = torch.zeros(len(count), dtype=s.dtype, device=s.device).index_add_(0, group, pos.to(s.dtype))
     hits, misses = hits.cumsum(0), (count - hits).cumsum(0)
@@ -82,29 +99,35 @@ def detection(scores_in: Any, scores_out: Any) -> dict[str, float]:
     low, high = _scores(scores_in, "in-distribution scores"), _scores(scores_out, "out-of-distribution scores")
     high = high.to(low.device)
     s = torch.cat([low, high])
-    pos = torch.arange(len(s), device=s.device) >= len(low)
-    return {
-        "auroc": float(_auroc(s, pos)),
-        "fpr95": _share_caught(caught=high, others=low, share=0.95),
-        "fpr95_inliers": _share_caught(caught=-low, others=-high, share=0.95),
-        "aupr": _average_precision(s, pos),
+    outside = torch.arange(len(s), device=s.device) >= len(low)
+    ranked = _sorted(s, outside)
+    found = {
+        "auroc": auroc_of(ranked),
+        "fpr95": fpr95_of(ranked),
+        "fpr95_inliers": fpr95_of(_sorted(-s, ~outside)),
+        "aupr": _average_precision(ranked),
     }
+    return dict(zip(found, torch.stack(list(found.values())).tolist()))  # one transfer from the device
 
 
-def _share_caught(caught: Tensor, others: Tensor, share: float) -> float:
-    """Share of ``others`` at or above the highest threshold that has at least ``share`` of ``caught`` at or above."""
-    descending = caught.sort(descending=True).values
-    # the smallest count k with k / n >= share; the tolerance undoes 0.95 * 20 = 18.999999999999996
-    need = max(1, int(torch.ceil(torch.tensor(share * len(caught) - 1e-9, dtype=torch.float64))))
-    return float((others >= descending[need - 1]).to(others.dtype).mean())
+def fpr95_of(s: _Sorted, share: float = 0.95) -> Tensor:
+    """Share of the others at or above the highest threshold that has ``share`` of the truths at or above it.
+
+    One number for each row; NaN where there are no truths or no others.
+    """
+    n, total = s.truth.shape[-1], s.before[..., -1:]
+    need = (total * share - 1e-9).ceil()  # the tolerance undoes 0.95 * 20 = 18.999999999999996
+    caught = total - s.before.gather(-1, s.first)  # for each entry: truths that score as high or higher
+    place = torch.where(caught >= need, s.first, 0).amax(-1, keepdim=True)
+    flagged = (n - place) - (total - s.before.gather(-1, place))
+    return torch.where(total > 0, flagged / (n - total), torch.nan).squeeze(-1)  # 0/0 is NaN
 
 
-def _average_precision(s: Tensor, pos: Tensor) -> float:
-    """Sum of precision times gained recall over distinct thresholds from the highest down."""
-    _, group, count = torch.unique(-s, return_inverse=True, return_counts=True)
-    hits = torch.zeros(len(count), dtype=s.dtype, device=s.device).index_add_(0, group, pos.to(s.dtype))
-    precision = hits.cumsum(0) / count.cumsum(0)
-    return float((precision * hits).sum() / hits.sum())
+def _average_precision(s: _Sorted) -> Tensor:
+    """Sum of precision times gained recall over distinct thresholds: the mean precision at the positives' scores."""
+    total = s.before[-1]
+    precision = (total - s.before[s.first]) / (len(s.truth) - s.first)  # of all that score as high or higher
+    return (precision * s.truth).sum() / total
 
 
 def retained_curve(scores: Any, correct: Any) -> Curve:
@@ -114,14 +137,16 @@ def retained_curve(scores: Any, correct: Any) -> Curve:
     right ones, which is the expectation over all orders, so the curve never depends on how the data were sorted.
     """
     s = _scores(scores)
-    right = torch.as_tensor(correct, device=s.device).to(s.dtype)
-    if right.shape != s.shape:
-        raise UncertaintyError(f"{tuple(right.shape)} truth values for {tuple(s.shape)} scores; they must match.")
-    _, group, count = torch.unique(s, return_inverse=True, return_counts=True)
-    share = torch.zeros(len(count), dtype=s.dtype, device=s.device).index_add_(0, group, right) / count
-    expected = torch.repeat_interleave(share, count)
-    k = torch.arange(1, len(s) + 1, device=s.device, dtype=s.dtype)
-    return Curve(k / len(s), expected.cumsum(0) / k)
+    y = retained_of(_sorted(s, _truth(correct, s)))
+    return Curve(torch.arange(1, len(s) + 1, device=s.device, dtype=s.dtype) / len(s), y)
+
+
+def retained_of(s: _Sorted) -> Tensor:
+    """``retained_curve`` (its y) of sorted truth values, one curve for each row."""
+    k = torch.arange(1, s.truth.shape[-1] + 1, device=s.truth.device, dtype=s.truth.dtype)
+    ahead = s.before.gather(-1, s.first)
+    share = (s.before.gather(-1, s.last) - ahead) / (s.last - s.first)
+    return (ahead + (k - s.first) * share) / k
 
 
 def retained_area(scores: Any, correct: Any) -> float:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import as_labels, as_probabilities, chunks
+from ._checks import UncertaintyError, as_labels, as_probabilities, chunks
 from .calibration import brier, classwise_gap, nll, tabulate
 from .predictive import UNCERTAINTIES, _per_example, per_example, ranking_scores
-from .ranking import _auroc, detection, retained_curve
+from .ranking import _sorted, auroc_of, detection, fpr95_of, retained_of
 
 AVERAGED = ("entropy", "aleatoric", "epistemic", "mutual_information", "predictive_variance")
 
@@ -20,11 +20,12 @@ def summarize(probabilities: Any, labels: Any, bins: int = 15) -> dict[str, floa
 
     ``accuracy, nll, brier, ece, ece_mass, ece_classwise, confidence, entropy, aleatoric, epistemic,
     mutual_information, predictive_variance``, then for each uncertainty U of entropy, aleatoric, epistemic and
-    mutual_information: ``auroc_error_U`` (does U find the network's own errors; NaN when all answers are right or
-    all wrong) and ``retained_U`` (area under accuracy against data retained). All are shares or nats, none percent.
+    mutual_information: ``auroc_error_U`` and ``fpr95_error_U`` (does U find the network's own errors; share of right
+    answers flagged when 95 % of the wrong ones are; NaN when all answers are right or all wrong) and ``retained_U``
+    (area under accuracy against data retained). All are shares or nats, none percent.
 
-    Works on the device of ``probabilities``, in float64, some thousand examples at a time, so that 25 samples of
-    50,000 examples and 100 classes need little beside the input. A deterministic network is M = 1: epistemic 0.
+    Works on the device of ``probabilities``, in float64, a few hundred or thousand examples at a time, so that 25 samples
+    of 50,000 examples and 100 classes need little beside the input. A deterministic network is M = 1: epistemic 0.
     """
     p = as_probabilities(probabilities)
     y = as_labels(labels, p)
@@ -41,9 +42,10 @@ def summarize(probabilities: Any, labels: Any, bins: int = 15) -> dict[str, floa
         "confidence": v["confidence"].mean(),
     }
     table |= {name: v[name].mean() for name in AVERAGED}
-    for name in UNCERTAINTIES:
-        table[f"auroc_error_{name}"] = _auroc(v[name], ~correct)
-        table[f"retained_{name}"] = retained_curve(v[name], correct).y.mean()
+    ranked = _sorted(torch.stack([v[name] for name in UNCERTAINTIES]), ~correct)
+    kept = 1 - retained_of(ranked).mean(-1)  # the curve of the errors, so 1 minus it is the accuracy
+    for name, auroc, fpr95, area in zip(UNCERTAINTIES, auroc_of(ranked), fpr95_of(ranked), kept):
+        table |= {f"auroc_error_{name}": auroc, f"fpr95_error_{name}": fpr95, f"retained_{name}": area}
     return dict(zip(table, torch.stack(list(table.values())).tolist()))  # one transfer from the device
 
 
@@ -53,8 +55,14 @@ def summarize_outliers(probabilities: Any, probabilities_out: Any) -> dict[str, 
     ``entropy, aleatoric, epistemic, mutual_information, confidence`` of the outliers, and for each uncertainty U
     ``auroc_U``, ``fpr95_U`` and ``aupr_U`` of detecting them among the inputs of ``probabilities`` (see ``detection``).
     """
-    known, outliers = per_example(probabilities), per_example(probabilities_out)
-    table = {name: float(outliers[name].mean()) for name in (*AVERAGED, "confidence")}
+    p, out = as_probabilities(probabilities), as_probabilities(probabilities_out)
+    if p.shape[2] != out.shape[2]:
+        raise UncertaintyError(
+            f"the known inputs have {p.shape[2]} classes and the outliers {out.shape[2]}; both need the same network."
+        )
+    known, outliers = per_example(p), per_example(out)
+    names = (*AVERAGED, "confidence")
+    table: dict[str, float] = dict(zip(names, torch.stack([outliers[name].mean() for name in names]).tolist()))
     for name, scores in ranking_scores(outliers).items():
         found = detection(known[name], scores)
         table |= {f"{key}_{name}": found[key] for key in ("auroc", "fpr95", "aupr")}
