@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch import nn as tnn
+from torch.nn.functional import conv2d as another_name
+from torch.nn.utils import prune
 
 from fedbayes import nn
 from fedbayes.errors import ConfigError
@@ -194,6 +197,142 @@ def test_what_it_cannot_see_is_reported_by_name() -> None:
         nn.bayesianize(tnn.Sequential(tnn.Conv2d(1, 2, 3), tnn.ConvTranspose2d(2, 1, 3)), "flipout")
 
 
+def through_a_helper(x: Tensor, weight: Tensor) -> Tensor:
+    return another_name(x, weight)
+
+
+class OwnConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.ops.aten.convolution.default(x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+
+class Reads(tnn.Module):
+    """Holds a convolution and uses its weight, not the layer; the subclasses do so in less and less visible ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = tnn.Conv2d(3, 4, 3)
+        self.linear = tnn.Linear(4, 2)
+        self.lambda_ = lambda x: F.conv2d(x, self.conv.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.features(x.to(self.linear.weight.dtype)).mean((-2, -1)))
+
+    def features(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.conv.weight)
+
+
+class ReadsInHelper(Reads):
+    def features(self, x: Tensor) -> Tensor:
+        conv = self.conv
+        return through_a_helper(x, conv.weight)
+
+
+class ReadsInSuper(Reads):
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x)
+
+
+class ReadsInLambda(Reads):
+    def features(self, x: Tensor) -> Tensor:
+        return self.lambda_(x)
+
+
+class ReadsInFunction(Reads):
+    def features(self, x: Tensor) -> Tensor:
+        return OwnConvolution.apply(x, self.conv.weight)
+
+
+class ReadsAfterImport(Reads):
+    def features(self, x: Tensor) -> Tensor:
+        import torch.nn.functional as functional
+
+        return functional.conv2d(x, self.conv.weight)
+
+
+class ReadsInProduct(Reads):
+    def features(self, x: Tensor) -> Tensor:
+        return x[..., :2, :2] @ self.conv.weight[:, 0, :2, :2].sum(0)
+
+
+@pytest.mark.parametrize("cls", [Reads, *Reads.__subclasses__()])
+def test_a_weight_read_behind_its_layers_back_is_reported(cls: type[Reads]) -> None:
+    (sentence,) = nn.survey(cls()).unseen
+    assert sentence.startswith(f"the network ({cls.__name__}) reads 'conv.weight' itself in its forward")
+    assert ("conv" in sentence.partition("(through ")[2]) == (cls is not ReadsInProduct)
+    with pytest.warns(nn.NotConverted, match=r"reads 'conv\.weight'"):
+        bayesian = nn.bayesianize(cls())
+    assert nn.gaussian_names(dict(bayesian.named_parameters())) == ["conv.weight", "linear.weight"]
+    assert not any("reads" in s for s in nn.survey(cls(), where="linear").unseen)  # then it is a point anyway
+
+
+def test_functional_layers_are_found_without_source_and_in_hooks_and_lambdas() -> None:
+    names = {"tnn": tnn, "F": F}
+    code = "class Typed(tnn.Module):\n  def forward(self, x): return F.conv1d(x, x)"
+    exec(code, names)
+    kernel = torch.ones(1, 1, 3, 3)
+    hooked = tnn.Identity()
+    hooked.register_forward_hook(lambda module, inputs, output: F.conv2d(output, kernel))
+    replaced = tnn.Linear(4, 4)
+    replaced.forward = lambda x: F.linear(x, replaced.weight) * 3  # type: ignore[method-assign]
+    network = tnn.ModuleList([names["Typed"](), hooked, replaced, tnn.Linear(2, 2)])
+    survey = nn.survey(network)
+    assert survey.converted == ("3",)
+    assert [s.partition(";")[0] for s in survey.unseen] == [
+        "'0' (Typed) calls conv1d in its forward",
+        "'1' (Identity) calls conv2d in its forward",
+        "'2' (Linear) calls linear in its forward",
+    ]
+
+
+class NotInForward(tnn.Module):
+    """Mentions functional layers and weights where they do no harm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = tnn.Linear(4, 4)
+        self.conv2d = tnn.Conv2d(1, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.linear.weight.device, self.linear.weight.dtype)
+        q = self.linear(self.conv2d(x[None])[0])
+        return F.scaled_dot_product_attention(q, q, q)
+
+    def complexity(self) -> Tensor:
+        return F.linear(self.linear.weight, self.linear.weight).sum()
+
+
+class Named(tnn.Linear):
+    """A subclass that leaves its forward to torch and adds a method the network relies on."""
+
+    def doubled(self, x: Tensor) -> Tensor:
+        return 2 * self(x)
+
+
+class UsesNamed(tnn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Named(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer.doubled(x)
+
+
+@pytest.mark.parametrize("kind", [*VARIATIONAL, "dropout"])
+def test_subclasses_keep_their_methods_copy_and_pickle(kind: str) -> None:
+    model = UsesNamed()
+    bayesian = nn.bayesianize(model, kind, sigma=0.5, dropout=0.5)
+    assert isinstance(bayesian.layer, Named)
+    assert isinstance(bayesian.layer, nn.LAYERS[kind][tnn.Linear])
+    x = torch.ones(8, 4)
+    for network in (bayesian, copy.deepcopy(bayesian), pickle.loads(pickle.dumps(bayesian))):
+        assert type(network.layer) is type(bayesian.layer)
+        assert not torch.allclose(network(x), network(x))
+        assert all(torch.equal(t, bayesian.state_dict()[n]) for n, t in network.state_dict().items())
+    assert type(model.layer) is Named
+
+
 def test_reparametrised_layers_are_reported_and_left() -> None:
     for wrap in (tnn.utils.parametrizations.weight_norm, tnn.utils.spectral_norm):
         model = tnn.Sequential(wrap(tnn.Linear(4, 4)), tnn.Linear(4, 2))
@@ -208,6 +347,8 @@ def test_nothing_is_reported_where_all_is_seen() -> None:
     for name in ("mlp", "conv1d", "conv2d", "shared"):
         nn.bayesianize(made(name)[0], "flipout")
         assert nn.survey(made(name)[0]).unseen == ()
+    nn.bayesianize(NotInForward(), "flipout")
+    nn.bayesianize(UsesNamed(), "flipout")
 
 
 def test_own_dropout_layers_stay_on_for_mc_dropout() -> None:
@@ -227,8 +368,27 @@ def test_impossible_requests_say_what_would_be_right() -> None:
         nn.bayesianize(model, "flipuot")
     with pytest.raises(ConfigError, match=r"no layer matches 'conv\*'; the network's layers are: 0, 3"):
         nn.bayesianize(model, "flipout", where="conv*")
+    with pytest.raises(ConfigError, match=r"no layer matches 'fc\*'"):  # though the other pattern does
+        nn.bayesianize(model, "flipout", where="0, fc*")
+    with pytest.raises(ConfigError, match="`where` picks no layer; the network's layers are: 0, 3"):
+        nn.bayesianize(model, "flipout", where=lambda name, layer: False)
+    with pytest.raises(ConfigError, match="the one layer, without a name: leave `where` empty"):
+        nn.bayesianize(tnn.Linear(2, 2), "flipout", where="fc*")
     with pytest.raises(ConfigError, match="no linear or convolutional layer"):
         nn.bayesianize(tnn.BatchNorm1d(3), "flipout")
+    with pytest.raises(ConfigError, match=r"no linear or convolutional layer.*MultiheadAttention\) uses its weights"):
+        nn.bayesianize(tnn.MultiheadAttention(4, 2), "flipout")
+    with pytest.raises(ConfigError, match="Bayesian already"):
+        nn.bayesianize(nn.bayesianize(model), "local")
+    with pytest.raises(ConfigError, match=r"'0' \(LazyLinear\) has no weight yet; pass one batch"):
+        nn.bayesianize(tnn.Sequential(tnn.LazyLinear(3)), "flipout")
+    with pytest.raises(ConfigError, match=r"cannot be copied.*remove_weight_norm"):
+        nn.bayesianize(tnn.Sequential(prune.l1_unstructured(tnn.Linear(4, 4), "weight", 0.5)), "flipout")
+    with pytest.raises(ConfigError, match="not str"):
+        nn.bayesianize("resnet20", "flipout")  # type: ignore[arg-type]
+    model.register_parameter("odd_rho", tnn.Parameter(torch.zeros(1)))
+    with pytest.raises(ConfigError, match="'odd_rho'; names that end in '_rho' belong to scales"):
+        nn.bayesianize(model, "flipout")
 
 
 class Listed(tnn.Module):

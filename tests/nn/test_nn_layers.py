@@ -21,6 +21,11 @@ CONVOLUTIONS = {
     "dilated": {"kernel_size": 3, "dilation": 2, "padding": 2},
     "depthwise": {"kernel_size": 3, "groups": 4, "padding": 1},
     "reflected": {"kernel_size": 3, "padding": 1, "padding_mode": "reflect"},
+    "one-sided": {
+        "kernel_size": (2, 4),
+        "padding": "same",
+        "padding_mode": "circular",
+    },  # more on one side than the other
     "all": {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "groups": 2, "dilation": (2, 1)},
 }
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import copy
-import inspect
-import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigError, nearest
-from .layers import LAYERS, Dropout, Variational
+from . import functional
+from .layers import LAYERS, Dropout, Variational, sibling
 from .state import RHO
 
 Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -26,20 +26,6 @@ _NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _TORCH_DROPOUT: dict[type[nn.Module], int] = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}
 """Torch's dropout layers and how many trailing axes each drops together."""
 _READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # these use their layers' weights directly
-_FUNCTIONAL = frozenset(
-    [
-        "linear",
-        "bilinear",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "multi_head_attention_forward",
-        "scaled_dot_product_attention",
-    ]
-)
 
 
 class NotConverted(UserWarning):
@@ -60,13 +46,14 @@ class Survey:
 
 def survey(module: nn.Module, where: Where = "") -> Survey:
     """Say which layers ``bayesianize`` would convert, which it leaves out by ``where``, and what it cannot convert."""
-    matches = _matcher(where)
+    _check_ready(module)
     candidates = {name: layer for name, layer in module.named_modules() if _kind_of(layer) is not None}
     closed = _closed_layers(module)
     open_names = [n for n in candidates if n not in closed]
-    converted = tuple(n for n in open_names if matches(n, candidates[n]))
+    chosen = _choose(where, {n: candidates[n] for n in open_names})
+    converted = tuple(n for n in open_names if n in chosen)
     left_out = tuple(n for n in open_names if n not in set(converted))
-    return Survey(converted, left_out, tuple(_unseen(module, closed)))
+    return Survey(converted, left_out, tuple(_unseen(module, closed, chosen)))
 
 
 def bayesianize(
@@ -85,25 +72,22 @@ def bayesianize(
     (masks after each convolution and before each linear layer, on in evaluation too; where the network has dropout
     layers of its own and ``where`` is empty, those are kept on instead and none are added). ``deterministic`` gives
     a plain copy. ``where`` chooses layers by name (empty: all). Layers used in several places stay one layer.
-    Normalisation, pooling, activations and the code of ``forward`` are not touched. Weights that are used where no
-    layer can be replaced (``F.conv2d`` with a parameter, attention, subclasses with their own ``forward``) raise the
-    warning ``NotConverted``, one sentence each; ``survey`` lists them without converting.
+    A subclass that leaves ``forward`` to torch keeps its own methods. Normalisation, pooling, activations and the code
+    of ``forward`` are not touched. Weights that are used where no layer can be replaced (``F.conv2d`` with a parameter,
+    also in a helper function or with another layer's weight; attention; subclasses with their own ``forward``) raise
+    the warning ``NotConverted``, one sentence each; ``survey`` lists them without converting.
     """
     if kind != "deterministic" and kind not in LAYERS:
         raise ConfigError(f"'{kind}' is no kind of network; {nearest(kind, ['deterministic', *LAYERS])}")
-    module = copy.deepcopy(module)
+    _check_ready(module)
+    original, module = module, _copy(module)
     if kind == "deterministic":
         return module
     if kind == "dropout" and not where and _keep_dropout_on(module):
         return module
-    plan = survey(module, where)
+    plan = survey(original, where)  # not of the copy: functions held by the network see the original
     if not plan.converted:
-        names = list(plan.left_out)
-        raise ConfigError(
-            f"no layer matches '{where}'; the network's layers are: {', '.join(names)}"
-            if names
-            else "the network has no linear or convolutional layer that could be made Bayesian"
-        )
+        raise ConfigError(_nothing_to_convert(module, plan))
     options = {"p": dropout} if kind == "dropout" else {"sigma": sigma, "bayesian_bias": bayesian_bias}
     chosen = set(plan.converted)
     layers = [layer for name, layer in module.named_modules() if name in chosen]
@@ -121,6 +105,8 @@ def _kind_of(layer: nn.Module) -> type[nn.Module] | None:
     """The torch layer whose forward this layer runs unchanged, or None: a subclass with its own forward is not one."""
     if isinstance(layer, Variational) or layer._parameters.get("weight") is None:  # parametrised, spectral norm ...
         return None
+    if vars(layer).keys() & {"forward", "_conv_forward"}:  # replaced on this very layer
+        return None
     for base in LAYERS["flipout"]:
         same_forward = type(layer).forward is base.forward
         same_convolution = getattr(type(layer), "_conv_forward", None) is getattr(base, "_conv_forward", None)
@@ -133,7 +119,7 @@ def _convert(layer: nn.Module, kind: str, options: dict[str, Any]) -> None:
     """Make a layer its Bayesian sibling, in place: whoever holds the layer, in whatever list, holds the new one."""
     base = _kind_of(layer)
     assert base is not None
-    layer.__class__ = LAYERS[kind][base]
+    layer.__class__ = sibling(kind, base, type(layer))
     if isinstance(layer, Variational):
         layer.add_scales(options["sigma"], options["bayesian_bias"])
     else:
@@ -171,11 +157,70 @@ def _keep_dropout_on(module: nn.Module) -> bool:
     return bool(own) or any(isinstance(layer, Dropout) for layer in module.modules())
 
 
-def _matcher(where: Where) -> Callable[[str, nn.Module], bool]:
+def _choose(where: Where, layers: dict[str, nn.Module]) -> set[str]:
+    """Names of the layers that ``where`` picks; a pattern that matches none of them is a mistake."""
     if callable(where):
-        return where
+        return {name for name, layer in layers.items() if where(name, layer)}
     patterns = [p.strip() for p in (where.split(",") if isinstance(where, str) else where) if p.strip()]
-    return lambda name, _: not patterns or any(fnmatchcase(name, p) for p in patterns)
+    if not patterns:
+        return set(layers)
+    for pattern in patterns:
+        if layers and not any(fnmatchcase(name, pattern) for name in layers):
+            raise ConfigError(f"no layer matches '{pattern}'; {_layers_are(layers)}")
+    return {name for name in layers if any(fnmatchcase(name, p) for p in patterns)}
+
+
+def _layers_are(names: Iterable[str], most: int = 24) -> str:
+    names = list(names)
+    if names == [""]:
+        return "the network is itself the one layer, without a name: leave `where` empty."
+    more = f" ... and {len(names) - most} more" if len(names) > most else ""
+    return f"the network's layers are: {', '.join(n or '(the network itself)' for n in names[:most])}{more}"
+
+
+def _nothing_to_convert(module: nn.Module, plan: Survey) -> str:
+    if plan.left_out:
+        return f"`where` picks no layer; {_layers_are(plan.left_out)}"
+    if any(isinstance(m, (Variational, Dropout)) for m in module.modules()):
+        return (
+            "the network's linear and convolutional layers are Bayesian already; start from the deterministic network."
+        )
+    return "the network has no linear or convolutional layer that could be made Bayesian" + "".join(
+        f"; {sentence.rstrip('.')}" for sentence in plan.unseen[:3]
+    )
+
+
+def _check_ready(module: nn.Module) -> None:
+    """Refuse what cannot be converted at all, each in a sentence."""
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"bayesianize takes a torch.nn.Module, not {type(module).__name__}.")
+    for name, part in module.named_modules():
+        where = f"'{name}' ({type(part).__name__})" if name else f"the network ({type(part).__name__})"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{where} is a TorchScript module, whose layers cannot be replaced; start from the original."
+            )
+        lazy = [
+            n for table in (part._parameters, part._buffers) for n, t in table.items() if t is not None and is_lazy(t)
+        ]
+        if lazy:
+            raise ConfigError(f"{where} has no {lazy[0]} yet; pass one batch through the network first.")
+    names = {n for n, _ in (*module.named_parameters(), *module.named_buffers())}
+    orphans = [n for n in sorted(names) if n.endswith(RHO) and n.removesuffix(RHO) not in names]
+    if orphans:
+        raise ConfigError(
+            f"the network has a parameter '{orphans[0]}'; names that end in '{RHO}' belong to scales: rename it."
+        )
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(module)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the network cannot be copied ({str(error).partition('.')[0]}); if it has old-style reparametrisations, undo "
+            "them first (torch.nn.utils.remove_weight_norm, torch.nn.utils.prune.remove)."
+        ) from None
 
 
 def _closed_layers(module: nn.Module) -> set[str]:
@@ -189,47 +234,39 @@ def _closed_layers(module: nn.Module) -> set[str]:
     }
 
 
-def _unseen(module: nn.Module, closed: set[str]) -> Iterator[str]:
+def _unseen(module: nn.Module, closed: set[str], converted: set[str]) -> Iterator[str]:
     """Sentences on weights no layer replacement can reach."""
+    gaussian = {f"{name}.weight".lstrip(".") for name in converted}
     told: set[str] = set()
     for name, layer in module.named_modules():
         if (_kind_of(layer) is not None and name not in closed) or isinstance(layer, (Variational, *_NORMS)):
             continue
         where = f"'{name}' ({type(layer).__name__})" if name else f"the network ({type(layer).__name__})"
-        if "." in name and name.rpartition(".")[0] in told:  # a part of something already told
+        if name and name.rpartition(".")[0] in told:  # a part of something already told
             told.add(name)
-            continue
-        weights = [n for n, p in layer.named_parameters(recurse=False) if p.dim() > 1]
-        calls = _functional_calls(layer)
-        if isinstance(layer, _READS_ITS_CHILDREN):
+        elif isinstance(layer, _READS_ITS_CHILDREN):
             told.add(name)
             yield f"{where} uses its weights directly; they stay points."
-        elif weights and not calls:
-            yield f"{where} has weights that are in no replaceable layer ({', '.join(weights)}); they stay points."
-        elif calls:
-            yield (
-                f"{where} calls {', '.join(calls)} in its forward; weights used there stay points"
-                + (f" ({', '.join(weights)})." if weights else ".")
-                + " Use nn.Linear or nn.Conv layers to make them Bayesian."
-            )
+        else:
+            own = [n for n, p in layer.named_parameters(recurse=False) if p.dim() > 1]
+            calls, read = functional.uses(layer)
+            read = [n for n in read if f"{name}.{n}".lstrip(".") in gaussian]
+            if own or calls or read:
+                yield f"{where} {_unreached(own, calls, read)}"
 
 
-def _functional_calls(layer: nn.Module) -> list[str]:
-    """Names of functional layers called in the ``forward`` (and other methods) of a user's module."""
-    if type(layer).__module__.startswith("torch.nn"):
-        return []
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(type(layer))))
-    except (OSError, TypeError, SyntaxError):  # no source: built interactively
-        return []
-    calls = {
-        node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and not _is_self_call(node.func)
-    }
-    return sorted(calls & _FUNCTIONAL)
-
-
-def _is_self_call(function: ast.expr) -> bool:
-    """``self.linear(x)`` calls a layer that happens to be called so, not the functional."""
-    return isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "self"
+def _unreached(own: Sequence[str], calls: Sequence[str], read: Sequence[str]) -> str:
+    """What to say of a module with weights of its own, with functional layers, or that reads converted layers' weights."""
+    held = ", ".join(own)
+    if read:
+        through = f" (through {', '.join(calls)})" if calls else ""
+        return (
+            f"reads {', '.join(map(repr, read))} itself in its forward{through} instead of calling the layer; "
+            f"that use sees means, never a draw.{f' Its own weights ({held}) stay points.' if own else ''}"
+        )
+    if calls:
+        return (
+            f"calls {', '.join(calls)} in its forward; weights used there stay points{f' ({held})' if own else ''}. "
+            "Use nn.Linear or nn.Conv layers to make them Bayesian."
+        )
+    return f"has weights that are in no replaceable layer ({held}); they stay points."

@@ -299,3 +299,30 @@ LAYERS: dict[str, dict[type[nn.Module], type[nn.Module]]] = {
     "dropout": {nn.Linear: DropoutLinear, nn.Conv1d: DropoutConv1d, nn.Conv2d: DropoutConv2d},
 }
 """What each kind makes of a torch layer."""
+
+
+def sibling(kind: str, base: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the Bayesian class for layers of ``cls``, which runs the forward of torch's ``base`` unchanged.
+
+    For torch's own classes that is the entry of ``LAYERS``. A user's subclass keeps its methods and attributes: its
+    sibling derives from it and from that entry, in this order.
+    """
+    bayesian = LAYERS[kind][base]
+    if cls is base:
+        return bayesian
+    return _siblings.setdefault(
+        (kind, cls),
+        type(f"{bayesian.__name__.removesuffix(base.__name__)}{cls.__name__}", (cls, bayesian), {
+            "__module__": __name__, "__doc__": f"``{cls.__name__}`` as ``{bayesian.__name__}``.",
+            "__reduce_ex__": lambda self, _: (_empty_sibling, (kind, base, cls), self.__getstate__()),
+        }),
+    )  # fmt: skip
+
+
+_siblings: dict[tuple[str, type[nn.Module]], type[nn.Module]] = {}
+
+
+def _empty_sibling(kind: str, base: type[nn.Module], cls: type[nn.Module]) -> nn.Module:
+    """What pickling and copying start from: these classes cannot be imported by name."""
+    made = sibling(kind, base, cls)
+    return made.__new__(made)
