@@ -82,6 +82,7 @@ def client_prior(
     ``shared`` raises the prior to the power 1/K: a Gaussian of the same mean and K times the variance. The other
     scalings leave it as it is. (Points of a posterior are no part of a prior and stay.)
     """
+    kl_divisor(kl_scale, 1, 1, clients)  # refuses unknown scalings and numbers of clients
     if kl_scale != "shared":
         return prior_std, prior
     if prior is None:
@@ -122,20 +123,25 @@ def gaussian_kl(
 
 
 def squared_weights(parameters: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum of squares of the deterministic weights: parameters called ``weight`` with two or more axes.
+    """Return the sum of squares of the deterministic weights: parameters with two or more axes that are no bias.
 
-    Biases, batch-norm parameters and Gaussian weights (their prior is their penalty) do not count.
+    That is the L2 penalty of the papers' point networks (Loomis: 1e-4 on kernels); it is a Gaussian prior on them, up
+    to its scale. Biases, batch-norm parameters and Gaussian weights (their prior is their penalty) do not count.
     """
     gaussian = set(gaussian_names(parameters))
     total = _zero(parameters)
     for name, t in parameters.items():
-        if name.rpartition(".")[2] == "weight" and t.dim() > 1 and name not in gaussian:
+        point = name not in gaussian and not name.endswith(RHO)
+        if point and t.dim() > 1 and "bias" not in name.rpartition(".")[2]:
             total = total + t.square().sum()
     return total
 
 
 def proximal_point(parameters: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) -> Tensor:
-    """Return 1/2 · |w - w_start|² over the deterministic parameters: FedProx (Li et al. 2020) without its mu."""
+    """Return 1/2 · |w - w_start|² over the deterministic parameters: FedProx (Li et al. 2020) without its mu.
+
+    Right where unlike clients drift apart in many local steps; it slows learning where they do not.
+    """
     gaussian = set(gaussian_names(parameters))
     total = _zero(parameters)
     for name, t in parameters.items():
@@ -145,7 +151,11 @@ def proximal_point(parameters: Mapping[str, Tensor], anchor: Mapping[str, Tensor
 
 
 def proximal_kl(parameters: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) -> Tensor:
-    """Return KL(q || q_start) over the Gaussian weights: what FedProx's distance becomes between distributions."""
+    """Return KL(q || q_start) over the Gaussian weights: what FedProx's distance becomes between distributions.
+
+    To second order it is half the squared distance in units of the start's sigmas, so weights that are sure already are
+    held and uncertain ones may move; it also holds the sigmas, which a distance between means would let run.
+    """
     names = gaussian_names(parameters)
     variance = {n: F.softplus(anchor[n + RHO]).square() for n in names}
     return gaussian_kl(parameters, anchor, variance)
@@ -181,15 +191,20 @@ def make_terms(
 
     ``parameters`` are the client's at the start of the round (raw, by name): they name the Gaussian weights, give
     device and type, and are the anchor of the proximal term. The prior is the assignment's posterior, or
-    N(0, prior_std²) everywhere; ``prior_std`` (glob pattern -> standard deviation, first match) sets it by layer.
+    N(0, prior_std²) everywhere; ``prior_std`` (glob pattern of a layer or weight -> standard deviation, first match)
+    sets it by layer. A wide prior (10) leaves the means alone and lets sigma grow towards 10 where the data say little;
+    a narrow one (1, or near the means' own spread) holds both, which wide layers with few data per weight need.
     ``l2`` and ``proximal`` force a term in (True) or out (False); by default it is there when its coefficient is not 0.
     """
     some = next(iter(parameters.values()))
     scalar = torch.zeros((), dtype=torch.float32, device=some.device)
     names = gaussian_names(parameters)
     if assignment.prior is None:
+        stds = prior_stds(names, assignment.prior_std, prior_std or {})
         mean = dict.fromkeys(names, scalar)
-        variance = {n: scalar + _prior_std(n, assignment.prior_std, prior_std) ** 2 for n in names}
+        variance = {n: scalar + std**2 for n, std in stds.items()}
+    elif prior_std:
+        raise ConfigError("a posterior is the prior already; it leaves no room for standard deviations by layer.")
     else:
         mean, variance = _prior_tensors(assignment.prior, parameters, names)
     keep_l2 = assignment.l2 != 0 if l2 is None else l2
@@ -205,11 +220,26 @@ def make_terms(
     )
 
 
-def _prior_std(name: str, default: float, by_layer: Mapping[str, float] | None) -> float:
-    std = next((s for pattern, s in (by_layer or {}).items() if fnmatchcase(name, pattern)), default)
-    if not 0 < std < math.inf:
-        raise ConfigError(f"prior_std of '{name}' is {std}; a prior's standard deviation is positive and finite.")
-    return std
+def prior_stds(names: Sequence[str], default: float, by_layer: Mapping[str, float]) -> dict[str, float]:
+    """Return the prior's standard deviation of every Gaussian weight: of the first pattern that matches, or ``default``.
+
+    A pattern is matched with the weight's name (``fc1.weight``) and with its layer's (``fc1``), as ``where`` is.
+    """
+    stds: dict[str, float] = {}
+    for pattern in by_layer:
+        if not any(_matches(n, pattern) for n in names):
+            raise ConfigError(f"prior_std: no Gaussian weight matches '{pattern}'; there are: {', '.join(names)}")
+    for name in names:
+        stds[name] = next((s for pattern, s in by_layer.items() if _matches(name, pattern)), default)
+        if not 0 < stds[name] < math.inf:
+            raise ConfigError(
+                f"prior_std of '{name}' is {stds[name]}; a prior's standard deviation is positive and finite."
+            )
+    return stds
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
 
 
 def _prior_tensors(
@@ -223,6 +253,8 @@ def _prior_tensors(
                 f"the prior's '{name}' has shape {tuple(prior.gaussians[name].mean.shape)}, "
                 f"the network's {tuple(parameters[name].shape)}."
             )
+        if not (prior.gaussians[name].variance > 0).all():
+            raise PosteriorError(f"the prior's '{name}' has a variance of 0; every KL to it is infinite.")
     like = {n: {"device": parameters[n].device, "dtype": parameters[n].dtype} for n in names}
     return (
         {n: prior.gaussians[n].mean.detach().to(**like[n]) for n in names},

@@ -243,6 +243,13 @@ def test_l2_counts_deterministic_weight_matrices_only() -> None:
     parameters["plain.weight"] = torch.full((2, 3), 2.0).double()
     parameters["plain.bias"] = torch.ones(3).double()
     assert objective.squared_weights(parameters).item() == 24
+    others = {
+        "rnn.weight_ih_l0": torch.ones(2, 2),
+        "rnn.bias_ih_l0": torch.ones(4),
+        "kernel": torch.ones(3, 1),
+        "b.bias": torch.ones(2, 1),
+    }
+    assert objective.squared_weights(others).item() == 7  # whatever its name, a bias excepted
     deterministic = network("deterministic")
     terms = objective.make_terms(assignment(l2=1e-2), deterministic)
     expected = sum(t.square().sum().item() for n, t in deterministic.items() if t.dim() > 1)
@@ -295,6 +302,19 @@ def test_priors_by_layer() -> None:
     terms = objective.make_terms(assignment(prior_std=1.0), parameters, prior_std={"fc*": 10.0})
     assert terms.prior_variance["fc1.weight"].item() == 100
     assert terms.prior_variance["conv1.weight"].item() == 1
+    terms = objective.make_terms(assignment(), parameters, prior_std={"fc1": 3.0, "conv?.weight": 0.5, "fc*": 10.0})
+    assert {n: v.item() for n, v in terms.prior_variance.items()} == {
+        "conv1.weight": 0.25, "conv2.weight": 0.25, "fc1.weight": 9.0, "fc2.weight": 100.0,
+    }  # fmt: skip
+    names = nn.gaussian_names(parameters)
+    expected = sum(
+        kl_divergence(
+            Normal(parameters[n], F.softplus(parameters[n + "_rho"])),
+            Normal(0.0, terms.prior_variance[n].double().sqrt()),
+        ).sum()
+        for n in names
+    )
+    assert objective.penalty(parameters, terms).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_cross_entropy_weighs_examples_and_averages_losses_of_samples() -> None:
@@ -320,6 +340,15 @@ def test_impossible_objectives_are_refused() -> None:
         objective.make_terms(assignment(prior_std=0.0), parameters)
     with pytest.raises(PosteriorError, match=r"no Gaussian 'conv1\.weight'"):
         objective.make_terms(assignment(prior=Posterior()), parameters)
+    with pytest.raises(ConfigError, match=r"no Gaussian weight matches 'cf\*'; there are: conv1\.weight, "):
+        objective.make_terms(assignment(), parameters, prior_std={"cf*": 1.0})
+    with pytest.raises(ConfigError, match="no room"):
+        objective.make_terms(assignment(prior=nn.to_posterior(parameters)), parameters, prior_std={"fc*": 1.0})
+    points = {n: Gaussian(g.mean, torch.zeros_like(g.mean)) for n, g in nn.to_posterior(parameters).gaussians.items()}
+    with pytest.raises(PosteriorError, match=r"'conv1\.weight' has a variance of 0"):
+        objective.make_terms(assignment(prior=Posterior(points)), parameters)
+    with pytest.raises(ConfigError, match="did you mean 'shared'"):
+        objective.client_prior("sharedd", 1.0, None, 2)
     wrong = nn.posterior_of(nn.build("cnn", input_shape=(1, 8, 8), width=8))
     with pytest.raises(PosteriorError, match=r"the prior's 'conv1.weight' has shape \(8, 1, 3, 3\)"):
         objective.make_terms(assignment(prior=wrong), parameters)
