@@ -157,13 +157,23 @@ def own_network(classes: int, in_channels: int) -> tnn.Module:
     )
 
 
+def trained_network(classes: int, in_channels: int) -> tnn.Module:
+    network = tnn.Linear(in_channels, classes)
+    tnn.init.constant_(network.weight, 0.25)
+    return network
+
+
 def test_own_networks_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     package = types.ModuleType("my_networks")
     package.make = own_network  # type: ignore[attr-defined]
     package.shaped = lambda input_shape, classes: tnn.Linear(input_shape[0], classes)  # type: ignore[attr-defined]
+    package.trained = trained_network  # type: ignore[attr-defined]
     package.number = 3  # type: ignore[attr-defined]
     package.wrong = lambda: 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "my_networks", package)
+    kept = nn.build("my_networks:trained", "flipout", init="keep", sigma=0.3)
+    assert torch.equal(kept.weight, torch.full((10, 3), 0.25))
+    assert torch.allclose(F.softplus(kept.weight_rho), torch.tensor(0.3))
     module = nn.build("my_networks:make", "flipout", classes=7, in_channels=2)
     assert module(torch.randn(2, 2, 6, 6)).shape == (2, 7)
     assert len(nn.gaussian_names(dict(module.named_parameters()))) == 2
@@ -203,6 +213,12 @@ def test_impossible_networks_say_what_would_be_right() -> None:
         (("lenet",), {"input_shape": (13,)}, r"not \(13,\)"),
         (("waveform-cnn",), {"input_shape": (1, 28, 28)}, "waveforms"),
         (("resnet20",), {"shortcut": "C"}, "shortcut 'C'"),
+        (("lenet",), {"shortcut": "B"}, "lenet has no shortcut; leave it at 'A'"),
+        (("resnet20",), {"width": 8}, "resnet20 has no width"),
+        (("mlp",), {"width": -1}, "width is -1"),
+        (("lenet",), {"in_channels": 0}, r"shape \(0,\) hold nothing"),
+        (("mlp",), {"input_shape": (4, 0)}, r"shape \(4, 0\) hold nothing"),
+        (("lenet",), {"where": "fc*, cov*"}, r"no layer matches 'cov\*'"),
     ]
     for arguments, options, sentence in cases:
         with pytest.raises(ConfigError, match=sentence):

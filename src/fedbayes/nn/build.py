@@ -25,7 +25,7 @@ class Architecture:
     """A network in the table: how it is made, on what inputs by default, and which of its layers are Bayesian.
 
     ``make(classes=, input_shape=, **options)`` returns a plain deterministic ``nn.Module``; of the options ``width``,
-    ``dropout`` and ``shortcut`` it takes those it knows. ``variational`` and ``dropout`` are the network's own choice
+    ``dropout`` and ``shortcut`` it takes those it knows (asking for another width or shortcut is refused). ``variational`` and ``dropout`` are the network's own choice
     of layers (glob patterns, empty for all) for variational kinds and for MC-dropout.
     """
 
@@ -96,10 +96,15 @@ def build(
     ``kind``: deterministic, dropout, flipout, local or sample. ``input_shape`` is the shape of one input, channels
     first; it wins over ``in_channels``; without it pictures are 28×28 (one channel) or 32×32, and the input of
     ``mlp`` is a vector of ``in_channels`` features. The other arguments are the fields of ``experiment.Model``.
-    Equal seeds give equal means to every kind of a network. An own network keeps the other values its constructor
-    drew (they, too, depend on the seed alone).
+    Equal seeds give equal means to every kind of a network. ``init="keep"`` leaves the means as the network's maker
+    left them: for your own, that may be trained weights. An own network always keeps what is no linear or convolutional
+    layer (drawn by its constructor, they depend on the seed alone, too).
     """
     _check(kind, init, classes, dropout)
+    if min(input_shape or (in_channels,), default=1) < 1:
+        raise ConfigError(
+            f"inputs of shape {tuple(input_shape or (in_channels,))} hold nothing; every side is at least 1."
+        )
     own = ":" in name
     if not own and name not in NETWORKS:
         raise ConfigError(f"'{name}' is no network; {nearest(name, NETWORKS)} (or package.module:function)")
@@ -111,6 +116,7 @@ def build(
     else:
         default = NETWORKS[name]
         make, shape = default.make, input_shape or (in_channels, *default.sides(in_channels))
+        _takes(name, make, width=width, shortcut=shortcut)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeds.derive(seed, "init", "constructor"))
         plain = make(**_accepted(make, {"classes": classes, "input_shape": shape, **options}))
@@ -130,6 +136,16 @@ def _check(kind: str, init: str, classes: int, dropout: float) -> None:
         raise ConfigError(f"classes is {classes}; a classifier needs at least 2.")
     if not 0 <= dropout < 1:
         raise ConfigError(f"dropout is {dropout}; a dropout probability is at least 0 and below 1.")
+
+
+def _takes(name: str, make: Callable[..., nn.Module], width: int, shortcut: str) -> None:
+    """Refuse a width or shortcut that would have no effect."""
+    known = inspect.signature(make).parameters
+    for option, value, default in (("width", width, 0), ("shortcut", shortcut, "A")):
+        if value != default and option not in known:
+            raise ConfigError(f"{name} has no {option}; leave it at {default!r}, or choose another network.")
+    if width < 0:
+        raise ConfigError(f"width is {width}; it must be 0 (the network's own) or more.")
 
 
 def _own(name: str) -> Callable[..., nn.Module]:

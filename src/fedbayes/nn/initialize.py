@@ -24,6 +24,7 @@ def initialize(
       defaults: Fischer, Loomis); ``sigma`` is not used
     - ``bflp``: linear means N(0, 1/fan_in), their biases 0, log-variance ~ N(-9, 0.001²), so sigma about 0.011;
       convolutions as torch does (Ozer et al. 2022); ``sigma`` is not used
+    - ``keep``: means and biases as they are (trained weights, or what the constructor drew), constant sigma
 
     All means are drawn before all scales: networks of different kinds get equal means from equal seeds.
     """
@@ -89,6 +90,10 @@ def _bflp(layer: nn.Module, generator: torch.Generator | None) -> None:
     _zero_bias(layer)
 
 
+def _keep(layer: nn.Module, generator: torch.Generator | None) -> None:
+    """Nothing is drawn."""
+
+
 def _constant_sigma(rho: Tensor, sigma: float, generator: torch.Generator | None) -> Tensor:
     return torch.full_like(rho, inverse_softplus(torch.tensor(sigma, dtype=torch.float64)).item())
 
@@ -111,5 +116,6 @@ INITIALIZERS: dict[str, tuple[Mean, Scale]] = {
     "torch": (_torch, _constant_sigma),
     "tfp": (_tfp, _tfp_rho),
     "bflp": (_bflp, _bflp_rho),
+    "keep": (_keep, _constant_sigma),
 }
 """Initialisations by name: how means, and how scales are drawn."""
