@@ -251,6 +251,8 @@ def check(experiment: Experiment, source: str = "configuration") -> None:
     e = experiment
     if e.local.epochs < 1 and not e.local.steps and not e.local.epochs_max:
         raise ConfigError(f"{source}: 'local.epochs' must be at least 1 (or give 'local.steps'), not {e.local.epochs}.")
+    if e.objective.prior == "previous" and e.objective.prior_layers:
+        yield "'objective.prior_layers' has no meaning where 'objective.prior' is previous."
     if e.partition.scheme == "column" and not e.partition.column:
         raise ConfigError(f"{source}: 'partition.column' must name a column when 'partition.scheme' is column.")
     if e.partition.scheme != "column" and e.partition.clients < 1:

@@ -21,7 +21,7 @@ from .errors import RunError
 from .experiment import Experiment
 from .fusion import Accumulator, Fused, Rule, Weighting, client_weights, collapse_note, get_rule, get_weighting
 from .moments import moment_summary
-from .objective import annealed, client_prior, kl_divisor
+from .objective import annealed, client_prior, kl_divisor, layered_prior
 from .posterior import Posterior, Refusal, check
 from .rundir import RunDirectory
 from .schedule import choose_clients, learning_rate
@@ -133,7 +133,8 @@ class Federation:
         if not self._holds_updates:
             current.weights = self._weights({c: sizes[c] for c in clients})
         self._current = current
-        assignments = [self._assignment(client, number, sizes) for client in clients]
+        prior = self._prior(len(sizes))
+        assignments = [self._assignment(client, number, sizes, *prior) for client in clients]
         batch = self.experiment.local.batch_size
         current.work = {a.client: a.steps * batch if a.steps else a.epochs * sizes[a.client] for a in assignments}
         return assignments
@@ -144,13 +145,19 @@ class Federation:
             rule = get_rule(rule, seed=derive(self.experiment.seed, "fusion", rule.options()["seed"], number))
         return Accumulator(rule, reference=self.posterior, previous=self.posterior)
 
-    def _assignment(self, client: int, number: int, sizes: Mapping[int, int]) -> Assignment:
+    def _prior(self, clients: int) -> tuple[float, Posterior | None]:
+        """The prior of this round, one object for all clients: a standard deviation, or a posterior where it is no scalar."""
+        o = self.experiment.objective
+        whole = self.posterior if o.prior == "previous" else layered_prior(self.posterior, o.prior_std, o.prior_layers)
+        return client_prior(o.kl_scale, o.prior_std, whole, clients)
+
+    def _assignment(
+        self, client: int, number: int, sizes: Mapping[int, int], prior_std: float, prior: Posterior | None
+    ) -> Assignment:
         e = self.experiment
         epochs = e.local.epochs
         if e.local.epochs_max:
             epochs = int(numpy_rng(e.seed, "epochs", number, client).integers(1, e.local.epochs_max + 1))
-        previous = self.posterior if e.objective.prior == "previous" else None
-        prior_std, prior = client_prior(e.objective.kl_scale, e.objective.prior_std, previous, len(sizes))
         return Assignment(
             client=client,
             round=number,

@@ -23,7 +23,7 @@ from .errors import ConfigError, RunError
 from .evaluation import Evaluator
 from .experiment import Experiment
 from .federation import Event, Federation, run_together
-from .objective import kl_divisor
+from .objective import kl_divisor, layered_prior
 from .posterior import Posterior
 from .rundir import RunDirectory, fresh_directory, with_lanes, write_atomically
 from .setup import Setup, about, captures_moment, partition_json, prepare
@@ -127,11 +127,12 @@ def pretrain(setup: Setup, listeners: Sequence[Callable[[Event], None]] = ()) ->
     judge.splits = {"validation": judge.splits["validation"]}
     best, best_accuracy, waited, posterior = setup.start, -math.inf, 0, setup.start
     size = len(setup.server)
+    prior = layered_prior(setup.start, e.objective.prior_std, e.objective.prior_layers)
     for epoch in range(1, e.pretrain.epochs + 1):
         task = Assignment(
             client=0, round=epoch, start=posterior, seed=seeds.derive(e.seed, "pretrain"),
             learning_rate=e.local.learning_rate, divisor=kl_divisor(e.objective.kl_scale, size, size, 1),
-            kl_weight=e.objective.kl_weight, prior_std=e.objective.prior_std, l2=e.objective.l2,
+            kl_weight=e.objective.kl_weight, prior_std=e.objective.prior_std, prior=prior, l2=e.objective.l2,
         )  # fmt: skip
         posterior = next(iter(cohort.train([task]))).posterior
         metrics = judge(posterior, epoch, "pretrain")[0]["metrics"]

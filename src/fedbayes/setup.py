@@ -35,6 +35,7 @@ from .experiment import Experiment
 from .federation import options
 from .fusion import get_rule, get_weighting
 from .nn import NETWORKS, build, load_posterior, posterior_of
+from .objective import layered_prior
 from .posterior import Posterior
 
 
@@ -92,6 +93,8 @@ def prepare(
     transform = make_transform(experiment.data, dataset.train, shards, dataset.test)
     start = posterior_of(model)
     _fits(model, transform, dataset, start)
+    # refuse patterns that match nothing before any work
+    layered_prior(start, experiment.objective.prior_std, experiment.objective.prior_layers)
     if captures_moment(experiment):
         if start.gaussians:
             raise ConfigError(
