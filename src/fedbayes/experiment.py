@@ -63,10 +63,10 @@ class Model:
     """mlp, cnn, lenet, resnet20 ... resnet56, reyes-mnist, reyes-cifar, fedbe-convnet, spectrogram-cnn, waveform-cnn, or package.module:function for your own."""
     kind: Literal["deterministic", "dropout", "flipout", "local", "sample"] = "flipout"
     """How it is Bayesian: not at all, MC-dropout, Flipout, local reparameterisation, direct weight sampling."""
-    init: Literal["he", "xavier", "tfp", "bflp", "torch"] = "he"
-    """Initial means and sigmas: he (He means, constant sigma), xavier (Glorot-uniform means, constant sigma), tfp (mu~N(0,.1), rho~N(-3,.1)), bflp, torch (the layer's own means, constant sigma)."""
+    init: Literal["he", "xavier", "tfp", "bflp", "torch", "keep"] = "he"
+    """Initial means and sigmas: he (He means, constant sigma), xavier (Glorot-uniform means, constant sigma), tfp (mu~N(0,.1), rho~N(-3,.1)), bflp, torch (means drawn as torch.nn does, constant sigma), keep (the means your own network comes with, constant sigma)."""
     sigma: float = 0.02
-    """Initial sigma of every Gaussian weight (he, torch)."""
+    """Initial sigma of every Gaussian weight (he, xavier, torch, keep)."""
     dropout: float = 0.2
     """MC-dropout probability."""
     bayesian_bias: bool = False
@@ -74,7 +74,7 @@ class Model:
     where: str = ""
     """Glob pattern of the layers made Bayesian (empty: the network's own choice, usually all)."""
     width: int = 0
-    """Hidden width of mlp and cnn (0: the network's own)."""
+    """Width of mlp, cnn, spectrogram-cnn and waveform-cnn (0: the network's own)."""
     shortcut: Literal["A", "B"] = "A"
     """ResNet: parameter-free shortcuts (A) or 1x1 projections with biases as in the Keras example (B)."""
 
@@ -91,6 +91,8 @@ class Objective:
     """Rounds over which the KL weight rises linearly from 0 (0: at once)."""
     prior_std: float = 1.0
     """Standard deviation s of the prior N(0, s^2)."""
+    prior_layers: tuple[str, ...] = ()
+    """Other standard deviations by layer, as pattern=s, e.g. fc*=10 (the first pattern that matches counts)."""
     prior: Literal["fixed", "previous"] = "fixed"
     """Prior of every round: fixed N(0, s^2), or the previous global posterior (Fischer: prior update; DWC)."""
     samples: int = 1
@@ -151,6 +153,8 @@ class Schedule:
     """step: shares of the rounds after which the lr is multiplied."""
     factor: float = 0.1
     """step: multiplier at each milestone."""
+    factors: tuple[float, ...] = ()
+    """step: in place of factor, what the rate is multiplied by from the start and from each milestone on (FedBE's released code)."""
 
 
 @dataclass(frozen=True)

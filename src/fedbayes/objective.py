@@ -31,7 +31,7 @@ from torch import Tensor
 from .cohort import Assignment
 from .errors import ConfigError, PosteriorError, nearest
 from .nn.state import RHO, gaussian_names
-from .posterior import Posterior
+from .posterior import Gaussian, Posterior
 
 
 class Terms(NamedTuple):
@@ -89,6 +89,27 @@ def client_prior(
         return prior_std * math.sqrt(clients), None
     widened = {n: (mean, variance * clients) for n, (mean, variance) in prior.gaussians.items()}
     return prior_std, Posterior(widened, prior.points, prior.metadata)  # type: ignore[arg-type]
+
+
+def layered_prior(start: Posterior, prior_std: float, layers: Sequence[str]) -> Posterior | None:
+    """Return the prior N(0, s²) whose s differs by layer, as a posterior; None without ``layers``.
+
+    ``layers`` are texts ``pattern=s`` (the experiment's ``objective.prior_layers``), ``prior_std`` holds for the rest.
+    """
+    if not layers:
+        return None
+    by_layer: dict[str, float] = {}
+    for text in layers:
+        pattern, _, std = text.partition("=")
+        try:
+            by_layer[pattern.strip()] = float(std)
+        except ValueError:
+            raise ConfigError(
+                f"objective.prior_layers: '{text}' must be pattern=standard deviation, as in fc*=10."
+            ) from None
+    stds = prior_stds(list(start.gaussians), prior_std, by_layer)
+    means = {n: torch.zeros_like(g.mean) for n, g in start.gaussians.items()}
+    return Posterior({n: Gaussian(mean, torch.full_like(mean, stds[n] ** 2)) for n, mean in means.items()})
 
 
 def annealed(kl_weight: float, round: int, kl_anneal: int) -> float:
@@ -228,7 +249,7 @@ def prior_stds(names: Sequence[str], default: float, by_layer: Mapping[str, floa
     stds: dict[str, float] = {}
     for pattern in by_layer:
         if not any(_matches(n, pattern) for n in names):
-            raise ConfigError(f"prior_std: no Gaussian weight matches '{pattern}'; there are: {', '.join(names)}")
+            raise ConfigError(f"prior by layer: no Gaussian weight matches '{pattern}'; there are: {', '.join(names)}")
     for name in names:
         stds[name] = next((s for pattern, s in by_layer.items() if _matches(name, pattern)), default)
         if not 0 < stds[name] < math.inf:

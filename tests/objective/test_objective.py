@@ -317,6 +317,24 @@ def test_priors_by_layer() -> None:
     assert objective.penalty(parameters, terms).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+def test_priors_by_layer_as_text_make_a_posterior_with_the_same_kl() -> None:
+    parameters = network()
+    start = nn.to_posterior(parameters)
+    assert objective.layered_prior(start, 2.0, ()) is None
+    prior = objective.layered_prior(start, 2.0, ("fc1=10", "fc*=0.5"))
+    assert prior is not None
+    by_text = objective.penalty(parameters, objective.make_terms(assignment(prior=prior), parameters))
+    by_layer = objective.make_terms(assignment(prior_std=2.0), parameters, prior_std={"fc1": 10.0, "fc*": 0.5})
+    assert by_text.item() == pytest.approx(objective.penalty(parameters, by_layer).item(), rel=1e-6)
+    for text, sentence in {
+        "fc1": "'fc1' must be pattern=standard",
+        "x=1": "matches 'x'",
+        "fc1=0": "fc1.weight' is 0.0",
+    }.items():
+        with pytest.raises(ConfigError, match=sentence):
+            objective.layered_prior(start, 1.0, (text,))
+
+
 def test_cross_entropy_weighs_examples_and_averages_losses_of_samples() -> None:
     torch.manual_seed(0)
     logits, labels = torch.randn(3, 5, 4), torch.tensor([0, 1, 2, 3, 0])
