@@ -79,7 +79,9 @@ class Layout:
 
     def flat_points(self, posterior: Posterior) -> Tensor:
         """Return all points as one flat float64 vector."""
-        return self._cat([posterior.points[e.name].double() for e in self.points]).double()
+        tensors = [posterior.points[e.name] for e in self.points]
+        # Concatenating promotes exactly once integers are float64 (beside float32 alone they would lose digits).
+        return self._cat([t if t.is_floating_point() else t.double() for t in tensors]).double()
 
     def build(self, flat: Gaussian, points: Tensor) -> Posterior:
         """Return the posterior of flat vectors, in the layout's types: integers are rounded and stay integers."""

@@ -151,6 +151,8 @@ class Precision(Rule):
     """Least v: Adam's eps squared, below which Adam itself cannot tell v from zero (dead units have v = 0)."""
     by_size: bool = False
     """Whether the client's weight multiplies (eq. 6 has no such factor)."""
+    bias_correction: bool = True
+    """Whether clients divide v by 1 - beta2^t; without it a client that took few steps seems to have a small v."""
 
     def __post_init__(self) -> None:
         if not self.floor > 0:

@@ -184,6 +184,8 @@ def _key(name: str) -> str:
 
 
 def _converted(rule: type[Rule], options: dict[str, Any]) -> dict[str, Any]:
+    if not options:
+        return {}  # reading type hints takes longer than fusing a small model
     hints = get_type_hints(rule)
     known = {f.name for f in dataclasses.fields(rule)}
     for option in options:
