@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
 import json
+import pstats
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -148,12 +150,16 @@ def measure(args: argparse.Namespace, row: Row, **engine: Any) -> dict[str, Any]
 
 
 def profile(job: Job, label: str) -> None:
-    """Print the kernels of one round that take most time."""
+    """Print the kernels of one round that take most time, and where the host spends its own."""
+    host = cProfile.Profile()
+    host.runcall(lambda: seconds(job.round))
+    print(f"\n--- host functions of one round: {label}")
+    pstats.Stats(host).sort_stats("cumulative").print_stats(40)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         job.round()
         synchronize()
     print(f"\n--- kernels of one round: {label}")
-    print(found.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=90))
+    print(found.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=90))
 
 
 # -- variants: what was thought to pay ----------------------------------------------------------------------------

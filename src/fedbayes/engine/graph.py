@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import RunError
 from ..posterior import Posterior
+from .lane_layers import with_lane_layers
 from .optimizers import corrected_second_moment, lane_update, second_half
 from .packing import IDLE, Segment, block_size, lane_steps, narrowest, pack
 from .plan import Batches
@@ -158,6 +159,8 @@ class GraphLoop:
     def __init__(self, setting: Setting, lanes: int, compiled: bool = True) -> None:
         self.setting, self.lanes, self.compiled = setting, lanes, compiled
         self.model = StackedModel(setting)
+        if setting.device.type == "cuda" and setting.bf16:
+            with_lane_layers(self.model.model)
         self.programs: dict[tuple[bool, bool, bool], Program] = {}
         self.shape: tuple[int, int, int] | None = None  # width, block, capacity
         self.compile_seconds = 0.0

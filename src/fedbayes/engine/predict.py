@@ -18,6 +18,7 @@ from ..nn.layers import Dropout, Variational, WeightSampling, share_masks
 from ..nn.state import caller, draw
 from ..posterior import Posterior
 from ..seeds import derive
+from .lane_layers import with_lane_layers
 from .layout import StateLayout
 from .members import forward_members, stacked
 from .setting import resolve_device, starting_state
@@ -88,7 +89,9 @@ class _Evaluator:
         self.sampling = any(isinstance(m, WeightSampling) for m in self.model.modules())
         gpu = self.device.type == "cuda"
         self.together = _PASSES if gpu and self.noisy and draws == "per_example" and not self.sampling else 1
-        self.compiled = gpu and engine.compile
+        self.compiled = gpu and engine.compile and self.noisy  # one pass of a quiet network is sooner done than compiled
+        if self.compiled and engine.precision == "bf16":
+            with_lane_layers(self.model)
         self.forward = torch.compile(self._forward, dynamic=False) if self.compiled else self._forward
 
     @property
