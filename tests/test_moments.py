@@ -50,3 +50,25 @@ def test_the_report_draws_them_only_where_they_are():
     assert "client 2" in html
     assert "1 a.weight, 2 b.weight" in html
     assert section(SimpleNamespace(events=[{"kind": "round", "round": 1, "fusion": {"rule": "nwa"}}])) is None
+
+
+def test_bias_correction_is_an_option_of_the_rule_and_reaches_the_clients():
+    """Without it a client that took 8 steps seems to have a v of 1 - 0.999^8 = 0.8 % of the corrected one."""
+    e = config.override(
+        config.Experiment(),
+        {
+            "rounds": 1, "data.limit": 96, "data.test_limit": 40, "data.validation": 0.0, "partition.scheme": "iid",
+            "partition.clients": 2, "model.name": "mlp", "model.kind": "deterministic", "fusion.rule": "precision",
+            "local.epochs": 3, "local.batch_size": 16, "engine.device": "cpu", "engine.lanes": 1,
+        },
+    )  # fmt: skip
+    moments = []
+    for corrected in ("true", "false"):
+        options = config.override(e, {"fusion.options": [f"bias_correction={corrected}"]})
+        events = runner.run(options, write=False).events
+        moments.append(next(x["fusion"]["moments"] for x in events if x["kind"] == "round"))
+    steps = 3 * 3  # 48 images a client: three steps an epoch, the last two of nine are averaged
+    scale = sum(1 - 0.999**t for t in (steps - 1, steps)) / 2
+    for client in ("0", "1"):
+        for layer, value in moments[0][client].items():
+            assert moments[1][client][layer]["moment"] == pytest.approx(scale * value["moment"], rel=0.1), layer

@@ -378,7 +378,12 @@ class Federation:
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def _checkpoint(self) -> None:
-        if self.directory is None or (self.round % self.experiment.checkpoint_every and not self.finished):
+        if self.round % self.experiment.checkpoint_every == 0 or self.finished:
+            self.checkpoint()
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint of the rounds done now, whatever ``checkpoint_every`` says; nothing without a directory."""
+        if self.directory is None:
             return
         state = {
             "round": self.round,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from .errors import RunError
+from .errors import ConfigError, RunError
 from .experiment import Experiment
 from .seeds import numpy_rng
 
@@ -15,15 +15,23 @@ def learning_rate(experiment: Experiment, round: int) -> float:
 
     exponential (Fischer 2024, Loomis 2023): constant for ``silent`` rounds, then multiplied every round. The paper's
     "factor .04" is read as exp(-0.04) (``exp``), 1 - 0.04 (``keep``) or, literally, 0.04 (``literal``: cannot train).
-    step (FedBE): multiplied by ``factor`` once each milestone's share of the rounds has passed.
+    step (FedBE): multiplied by ``factor`` once each milestone's share of the rounds has passed; with ``factors``, the
+    rate times the first of them at the start, and times the next from each milestone on.
     """
     s, base = experiment.schedule, experiment.local.learning_rate
     if s.name == "exponential":
         factor = {"exp": math.exp(-s.decay), "keep": 1 - s.decay, "literal": s.decay}[s.reading]
         return base * factor ** max(0, round - s.silent)
     if s.name == "step":
-        passed = sum(round - 1 >= m * experiment.rounds for m in s.milestones)
-        return base * s.factor**passed
+        passed = sum(round - 1 >= m * experiment.rounds - 1e-9 for m in s.milestones)
+        if not s.factors:
+            return base * s.factor**passed
+        if len(s.factors) != len(s.milestones) + 1:
+            raise ConfigError(
+                f"schedule.factors has {len(s.factors)} numbers for {len(s.milestones)} milestones; give one more: the first "
+                "for the rounds before them."
+            )
+        return base * s.factors[passed]
     return base
 
 

@@ -186,6 +186,11 @@ def captures_moment(experiment: Experiment) -> bool:
     return get_rule(experiment.fusion.rule, **options(experiment)).name == "precision"
 
 
+def corrects_moment(experiment: Experiment) -> bool:
+    """Whether that moment is divided by 1 - beta2^t first (option ``bias_correction`` of the rule)."""
+    return bool(getattr(get_rule(experiment.fusion.rule, **options(experiment)), "bias_correction", True))
+
+
 def about(setup: Setup) -> dict[str, Any]:
     """Return what the ``start`` event says of a run."""
     from . import __version__
@@ -243,13 +248,14 @@ def check_names(experiment: Experiment) -> None:
 def share_a_launch(a: Setup, b: Setup) -> bool:
     """Whether two runs may train in one launch: same network, data, local training and engine.
 
-    Seeds, partitions, rules, weightings, priors, KL scalings, learning rates and rounds may differ.
+    Seeds, partitions, rules, weightings, priors, KL scalings, learning rates and rounds may differ, and so may what
+    the server keeps for itself (validation, pre-training, distillation).
     """
 
     def shape(s: Setup) -> Experiment:
         e = s.experiment
         return Experiment(
-            data=e.data,
+            data=dataclasses.replace(e.data, validation=0.0),
             model=dataclasses.replace(e.model, init="he", sigma=0.02),
             local=dataclasses.replace(e.local, learning_rate=1.0, epochs=1, epochs_max=0, steps=0),
             engine=e.engine,
@@ -259,8 +265,12 @@ def share_a_launch(a: Setup, b: Setup) -> bool:
 
     x, y = a.experiment, b.experiment
     plain = x.data.mean != "client" and not x.local.keep_state and x.engine.lanes != 1
-    alike = shape(a) == shape(b) and captures_moment(x) == captures_moment(y)
+    alike = shape(a) == shape(b) and _moment(x) == _moment(y)
     return alike and plain and same_examples(a.dataset, b.dataset)
+
+
+def _moment(e: Experiment) -> tuple[bool, bool]:
+    return captures_moment(e), corrects_moment(e)
 
 
 def same_examples(a: Dataset, b: Dataset) -> bool:

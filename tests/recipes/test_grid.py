@@ -6,6 +6,7 @@ from fedbayes import config, recipes
 from fedbayes.errors import ConfigError
 from fedbayes.recipes.grid import digest, parse_recipe
 from fedbayes.recipes.published import place
+from fedbayes.schedule import learning_rate
 
 
 def cell(recipe, **at):
@@ -65,10 +66,11 @@ def test_loomis_fedavg_is_a_reading_for_gaussians_only():
 
 def test_both_signs_of_precision_weighting():
     at = {"batch": 200, "dataset": "mnist", "rule": "precision"}
-    assert cell(recipes.load_recipe("reyes-table-2"), **at).fusion.options == ("sign=inverse",)
-    assert cell(recipes.load_recipe("reyes-table-2", readings={"sign": "fisher"}), **at).fusion.options == (
-        "sign=fisher",
-    )
+    for sign, recipe in (
+        ("inverse", recipes.load_recipe("reyes-table-2")),
+        ("fisher", recipes.load_recipe("reyes-table-2", readings={"sign": "fisher"})),
+    ):
+        assert [o for o in cell(recipe, **at).fusion.options if o.startswith("sign=")] == [f"sign={sign}"]
 
 
 def test_fedbe_methods_share_their_clients():
@@ -155,3 +157,25 @@ def test_runs_are_told_apart_by_what_they_compute():
     a = recipes.load_recipe("fischer-table-5").cells[0].experiment
     assert digest(a) == digest(config.override(a, {"name": "other", "checkpoint_every": 7}))
     assert digest(a) != digest(config.override(a, {"seed": 1}))
+
+
+def test_options_of_a_rule_add_up_over_readings():
+    at = {"batch": 200, "dataset": "mnist"}
+    recipe = recipes.load_recipe("reyes-table-2", readings={"sign": "fisher", "epsilon": "keras"})
+    assert set(cell(recipe, rule="precision", **at).fusion.options) == {
+        "sign=fisher", "floor=1e-7", "bias_correction=true",
+    }  # fmt: skip
+    assert cell(recipe, rule="fedavg", **at).fusion.options == ()
+
+
+def test_released_schedule_of_fedbe():
+    recipe = recipes.load_recipe("fedbe-table-1", readings={"client_schedule": "released"})
+    e = cell(recipe, method="fedavg", partition="step", network="resnet20")
+    rates = [learning_rate(e, r) / e.local.learning_rate for r in (1, 2, 12, 13, 24, 25, 36, 37, 40)]
+    assert rates == pytest.approx([0.5, 1, 1, 0.2, 0.2, 0.1, 0.1, 0.01, 0.01])
+
+
+def test_factors_must_be_one_more_than_milestones():
+    e = config.override(config.Experiment(), {"schedule.name": "step", "schedule.factors": [1.0, 0.5]})
+    with pytest.raises(ConfigError, match=r"schedule\.factors has 2 numbers for 2 milestones"):
+        learning_rate(e, 1)

@@ -36,7 +36,7 @@ class LocalCohort:
     measure which is faster (see ``lanes``). ``samples`` is the number of noise draws averaged per training step.
 
     ``capture_moment`` makes each update's posterior carry, for every deterministic parameter, the mean of Adam's second
-    raw moment over the second half of the last local epoch as its variance (Reyes et al. 2021), at least 1e-12;
+    raw moment over the second half of the last local epoch as its variance (Reyes et al. 2021), at least 1e-37;
     ``moment_bias_correction`` says whether the moment is divided by 1 - beta2^t first.
     """
 

@@ -19,7 +19,7 @@ from .layout import StateLayout
 from .optimizers import Memory
 from .plan import Batches, count_steps, draw_batches
 
-VARIANCE_FLOOR = 1e-12
+VARIANCE_FLOOR = 1e-37
 """Least variance of a captured second moment: a weight whose gradient was always 0 (a dead unit) would have none."""
 
 

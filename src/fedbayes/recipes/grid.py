@@ -157,7 +157,10 @@ def _cells(table: Mapping[str, Any], options: list[Option], source: str) -> list
         for option in options:
             if option.set and _applies(option, experiment, at):
                 own = set(changes) if not option.when else set()
-                experiment = config.override(experiment, {k: v for k, v in option.set.items() if k not in own}, source)
+                new = {k: v for k, v in option.set.items() if k not in own}
+                if "fusion.options" in new:  # a rule's options add up
+                    new["fusion.options"] = [*experiment.fusion.options, *new["fusion.options"]]
+                experiment = config.override(experiment, new, source)
         cells.append(Cell(place(at), experiment, model))
     kept = [c for c in cells if _wanted(c, table.get("only", [{}]))]
     if not kept:

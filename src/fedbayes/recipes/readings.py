@@ -131,6 +131,22 @@ READINGS: dict[str, Reading] = {
             "fixed": Option(),
         },
     ),
+    "dwc_guard": Reading(
+        "Fischer gives no guard where DWC's precision is not positive: the previous posterior is kept there, or the "
+        "precision floored, or the run stopped.",
+        {
+            "previous": Option({"fusion.options": ["repair=previous"]}, {"fusion.rule": "dwc"}),
+            "floor": Option({"fusion.options": ["repair=floor"]}, {"fusion.rule": "dwc"}),
+            "stop": Option({"fusion.options": ["repair=stop"]}, {"fusion.rule": "dwc"}),
+        },
+    ),
+    "nwa_space": Reading(
+        "NWA averages variances by its equation; code may as well average standard deviations.",
+        {
+            "variance": Option(),
+            "sigma": Option({"fusion.rule": "wasserstein"}, {"fusion.rule": "nwa", "model.kind": "flipout"}),
+        },
+    ),
     "prior_update": Reading(
         "Table 5's prior is the previous global posterior, mean and variance.",
         {"previous": _set(objective__prior="previous")},
@@ -140,6 +156,28 @@ READINGS: dict[str, Reading] = {
         {
             "inverse": Option({"fusion.options": ["sign=inverse"]}, {"fusion.rule": "precision"}),
             "fisher": Option({"fusion.options": ["sign=fisher"]}, {"fusion.rule": "precision"}),
+        },
+    ),
+    "epsilon": Reading(
+        "Reyes states no epsilon, but v = 0 (a dead unit) makes 1/v infinite: the least v that counts, Adam's eps squared "
+        "(as good as none) or Keras' usual 1e-7.",
+        {
+            "none": Option({"fusion.options": ["floor=1e-16"]}, {"fusion.rule": "precision"}),
+            "keras": Option({"fusion.options": ["floor=1e-7"]}, {"fusion.rule": "precision"}),
+        },
+    ),
+    "bias_correction": Reading(
+        "Reyes does not say whether v is divided by 1 - beta2^t; it cancels where all clients took equally many steps.",
+        {
+            "yes": Option({"fusion.options": ["bias_correction=true"]}, {"fusion.rule": "precision"}),
+            "no": Option({"fusion.options": ["bias_correction=false"]}, {"fusion.rule": "precision"}),
+        },
+    ),
+    "adam_constants": Reading(
+        "Reyes states no constants of Adam; Keras' defaults (rate 1e-3, eps 1e-7), or torch's (eps 1e-8).",
+        {
+            "keras": _set(local__learning_rate=1e-3, local__eps=1e-7),
+            "torch": _set(local__learning_rate=1e-3, local__eps=1e-8),
         },
     ),
     "dropout": Reading(
@@ -156,9 +194,14 @@ READINGS: dict[str, Reading] = {
         {"released-init": _set(model__init="bflp"), "trainable": _set(model__init="torch", model__sigma=0.02)},
     ),
     "client_schedule": Reading(
-        "FedBE: paper: x0.1 after 30 % and 60 % of the rounds; released code: other milestones and factors.",
+        "FedBE: paper: x0.1 after 30 % and 60 % of the rounds; released code: x0.5 in the first of 40 rounds, x0.2, x0.1 and "
+        "x0.01 of the first rate after 30, 60 and 90 %.",
         {
             "paper": _set(schedule__name="step", schedule__milestones=[0.3, 0.6], schedule__factor=0.1),
+            "released": _set(
+                schedule__name="step", schedule__milestones=[0.025, 0.3, 0.6, 0.9],
+                schedule__factors=[0.5, 1.0, 0.2, 0.1, 0.01],
+            ),
             "constant": _set(schedule__name="constant"),
         },
     ),
@@ -184,6 +227,10 @@ READINGS: dict[str, Reading] = {
     "sharpen": Reading(
         "Pseudo-labels: the plain mean (poster), or sharpened at temperature 0.5 (released code).",
         {"none": _set(distill__sharpen=1.0), "0.5": _set(distill__sharpen=0.5)},
+    ),
+    "fedbe_initialisation": Reading(
+        "Not on the poster; the released code draws Glorot-uniform weights and zero biases.",
+        {"xavier": _set(model__init="xavier"), "torch": _set(model__init="torch")},
     ),
     "weight_decay": Reading(
         "FedBE searches weight decay in [1e-3, 1e-4]; its script has 1e-3 for the ConvNet and 2e-4 for ResNets.",
