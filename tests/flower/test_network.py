@@ -77,15 +77,15 @@ def test_an_interrupted_rehearsal_leaves_no_process_behind(tmp_path, number):
     logs = tmp_path / "run" / "flower" / "logs"
     wait_for(lambda: (logs / "run.log").exists() or process.poll() is not None)
     assert process.poll() is None, process.stderr.read()
-    children = _tagged_children()
+    children = _children_of(tmp_path)
     assert len(children) >= 2
     process.send_signal(number)
     assert process.wait(60) != 0
     if number == signal.SIGKILL:  # the kernel ends what we started, and what that started notices within a second
-        wait_for(lambda: not children & _tagged_children(), 60)
+        wait_for(lambda: not _children_of(tmp_path), 60)
         return
     assert "KeyboardInterrupt" in process.stderr.read()
-    assert not children & _tagged_children()
+    assert not _children_of(tmp_path)
     assert not (tmp_path / "run" / "flower" / "home").exists()
     assert (logs / "superlink.log").exists()
 
@@ -95,17 +95,18 @@ def _heed_interrupts():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _tagged_children():
-    """Processes of any network that carry our mark and belong to this user."""
+def _children_of(folder):
+    """Processes of the network under this folder, and of no other that runs meanwhile."""
     found = set()
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             try:
                 with open(f"/proc/{entry}/environ", "rb") as f:
-                    if f"{TAG}=".encode() in f.read():
-                        found.add(int(entry))
+                    environment = f.read()
             except OSError:
                 continue
+            if f"{TAG}=".encode() in environment and f"FLWR_HOME={folder}".encode() in environment:
+                found.add(int(entry))
     return found
 
 

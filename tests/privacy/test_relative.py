@@ -9,7 +9,7 @@ from fedbayes import config
 from fedbayes.errors import ConfigError, PosteriorError
 from fedbayes.fusion import fuse, get_rule
 from fedbayes.posterior import Gaussian, Posterior
-from fedbayes.privacy import Relative, RelativeAccumulator, refuse_unless_sum, sensitivity
+from fedbayes.privacy import Relative, RelativeAccumulator, refuse_unless_sum, secret_normal, sensitivity
 from fedbayes.privacy.relative import clipped
 
 RULES = ["nwa", "ws", "lp", "aalv", "conflation", "wc", "llp", "wasserstein", "dwc", "fedavg"]
@@ -132,6 +132,50 @@ def test_a_bad_posterior_is_refused_before_it_is_added():
 def test_what_cannot_be_private_is_refused_with_a_sentence(changes, sentence):
     with pytest.raises(ConfigError, match=sentence):
         refuse_unless_sum(config.override(config.Experiment(), changes))
+
+
+def test_statistics_that_are_not_finite_are_refused_and_not_clipped_into_the_sum():
+    """Precisions of 1e-320 variances overflow; as NaN they would pass any bound and spoil everybody's total."""
+    base = reference()
+    tiny = torch.full((40,), 5e-324, dtype=torch.float64)
+    bad = Posterior({**base.gaussians, "a": Gaussian(base.gaussians["a"].mean, tiny)}, base.points)
+    accumulator = RelativeAccumulator(get_rule("conflation"), base, bound=1.0)
+    accumulator.absorb(base, 0.5, 0)
+    with pytest.raises(PosteriorError, match="client 3.*not finite"):
+        accumulator.absorb(bad, 0.5, 3)
+    fused = accumulator.conclude()
+    assert torch.isfinite(fused.posterior.gaussians["a"].mean).all()
+
+
+# -- noise that cannot be subtracted -----------------------------------------------------------------------------
+
+
+def test_secret_noise_is_standard_normal_and_never_the_same():
+    from scipy import stats
+
+    torch.manual_seed(0)
+    first = secret_normal(300_001)
+    torch.manual_seed(0)
+    second = secret_normal(300_001)
+    assert first.shape == (300_001,)
+    assert not (first == second).any()
+    assert stats.kstest(first.numpy(), "norm").pvalue > 1e-6
+    assert abs(float((first[:-1] * first[1:]).mean())) < 5 / math.sqrt(300_000)  # neighbours are independent
+    assert abs(float((first * second).mean())) < 5 / math.sqrt(300_000)
+
+
+def test_without_a_generator_the_noise_is_secret_and_has_the_stated_deviation():
+    base = Posterior({"a": Gaussian(torch.zeros(100_000), torch.ones(100_000))})
+
+    def total():
+        torch.manual_seed(0)
+        accumulator = RelativeAccumulator(get_rule("nwa"), base, bound=1.0, noise=0.01)
+        accumulator.absorb(base, 1.0, 0)
+        return accumulator.conclude().posterior.gaussians["a"].mean
+
+    first, second = total(), total()
+    assert float(first.std()) == pytest.approx(0.01, rel=0.02)
+    assert (first != second).float().mean() > 0.99
 
 
 def federation(**changes):

@@ -80,6 +80,8 @@ def census(asked: RecordDict, node_config: Mapping[str, Any]) -> dict[str, Any]:
         return {**versions, "clients": [], "sizes": [], "placed": True, "own-data": False, "layout": ""}
     home = Home.read(node_config)
     setup = _setup(asked, home)
+    if not setup.experiment.fusion.private:
+        home.refuse_open()
     clients = home.clients(len(setup.shards))
     shown = clients if home.placed else range(len(setup.shards))
     if home.data is not None and not home.placed:
@@ -104,6 +106,7 @@ def work(asked: RecordDict, node_config: Mapping[str, Any], state: RecordDict) -
             raise FedBayesError(
                 f"the server runs fedbayes {wire['version']} and this node {__version__}; install the same on both."
             )
+        Home.read(node_config).refuse_open()
         assignments = take_assignments(asked)
         setup = node_setup(asked, node_config, assignments[0].client)
     except FedBayesError as error:

@@ -21,7 +21,7 @@ from ..errors import RunError
 from ..experiment import Experiment
 from ..posterior import Posterior
 from .codecs import Layout, get_codec
-from .records import payload_bytes, put_assignments, put_posterior, take_updates
+from .records import account, payload_bytes, put_assignments, put_posterior, share_out, take_updates
 from .registry import Member, Registry
 
 POLL_SECONDS = 0.3
@@ -167,7 +167,7 @@ class FlowerCohort:
         return Message(record, member.node, MessageType.TRAIN, ttl=ttl, group_id=str(assignments[0].round))
 
     def statistics(self) -> Mapping[str, Any]:
-        """Bytes of posteriors sent down and up (in all and by client), seconds, and who failed and why."""
+        """Bytes sent down and up (in all and by client), seconds, and who failed and why."""
         return self._statistics
 
     def state(self) -> dict[str, Any]:
@@ -202,8 +202,7 @@ class Round:
         self.lost: set[int] = set()  # clients whose node could not be reached
         self.out: dict[str, Out] = {}
         self.tries: dict[int, int] = {}
-        self.down: dict[int, int] = {}
-        self.up: dict[int, int] = {}
+        self.traffic: dict[int, dict[str, int]] = {}
         self.began = cohort.clock()
 
     def run(self) -> Iterator[Update]:
@@ -244,13 +243,13 @@ class Round:
         """Send a node its assignments: one message for each posterior they start from."""
         for group in alike([self.assignments[c] for c in clients]):
             message = self.cohort.message(self.cohort.registry.members[node], group, None)
-            size = payload_bytes(message.content)
+            size, group_clients = payload_bytes(message.content), [a.client for a in group]
             for message_id in self.grid.push_messages([message]):
                 if message_id is None:
                     continue
-                self.out[message_id] = Out(node, [a.client for a in group], self.cohort.registry.stamp(node))
+                self.out[message_id] = Out(node, group_clients, self.cohort.registry.stamp(node))
+                share_out(self.traffic, group_clients, "down", size)
                 for a in group:
-                    self.down[a.client] = self.down.get(a.client, 0) + size // len(group)
                     self.tries[a.client] = self.tries.get(a.client, 0) + 1
 
     def _take(self, message_id: str, reply: Message) -> Iterator[Update]:
@@ -273,7 +272,8 @@ class Round:
             if client in self.arrived:
                 continue  # its assignment had been sent twice
             if isinstance(found, Update):
-                self.up[client] = payload_bytes(reply.content, [f"posterior-{client}"])
+                sent = (f"posterior-{client}", f"posterior-{client}-layout", f"update-{client}")
+                share_out(self.traffic, [client], "up", payload_bytes(reply.content, sent))
                 self.arrived[client] = out.node
                 self.failures.pop(client, None)
                 self.lost.discard(client)
@@ -315,11 +315,7 @@ class Round:
             "nodes": len(set(self.arrived.values())),
             "wire": self.cohort.experiment.transport.wire,
             "failures": [{"client": c, "reason": r} for c, r in sorted(self.failures.items())],
-            "bytes": {
-                "down": sum(self.down.values()),
-                "up": sum(self.up.values()),
-                "clients": {str(c): {"down": self.down.get(c, 0), "up": self.up.get(c, 0)} for c in sorted(self.down)},
-            },
+            "bytes": account(self.traffic),
         }
 
 

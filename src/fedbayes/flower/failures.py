@@ -6,13 +6,15 @@ What each should end in stands in its docstring; ``docs/deploying.md`` holds the
 
 from __future__ import annotations
 
+import resource
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .. import config, runner
+from .. import __version__, config, runner
 from ..errors import RunError
 from ..experiment import Experiment
 from ..posterior import Posterior
@@ -31,12 +33,67 @@ def experiment(**changes: object) -> Experiment:
     return config.override(config.read("digits"), plain | {k.replace("__", "."): v for k, v in changes.items()})
 
 
-class Stage:
-    """A network with an experiment running on it."""
+MISBEHAVING = """
+import time
 
-    def __init__(self, folder: Path, experiment: Experiment, nodes: int = 3) -> None:
+import torch
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbayes.flower.client import client_app as honest
+from fedbayes.flower.records import put_posterior, take_posterior
+from fedbayes.flower.server import server_app
+from fedbayes.posterior import Gaussian, Posterior
+
+
+def spoilt(kind, sent, start):
+    name = sorted(sent.gaussians)[0]
+    g = sent.gaussians[name]
+    if kind == "far":
+        moved = {n: start.gaussians[n].mean + 100 * (q.mean - start.gaussians[n].mean) for n, q in sent.gaussians.items()}
+        return Posterior({n: Gaussian(moved[n], q.variance) for n, q in sent.gaussians.items()}, sent.points)
+    if kind == "foreign":
+        return Posterior({"other.weight": Gaussian(torch.zeros(3), torch.ones(3))})
+    wrong = {
+        "nan": Gaussian(g.mean * float("nan"), g.variance),
+        "shape": Gaussian(g.mean[:-1], g.variance[:-1]),
+        "negative": Gaussian(g.mean, -g.variance),
+    }[kind]
+    return Posterior({**sent.gaussians, name: wrong}, sent.points)
+
+
+class Misbehaving(ClientApp):
+    def __call__(self, message, context):
+        kind, type = context.node_config.get("misbehave", ""), message.metadata.message_type
+        if kind == "layout" and type == "query":
+            about = message.content["experiment"]
+            about["toml"] = about["toml"].replace("width = 0", "width = 24")
+        reply = honest(message, context)
+        client = context.node_config["partition-id"]
+        if kind == "slow" and type == "train":
+            time.sleep(3600)
+        if kind not in ("", "slow", "layout") and type == "train":
+            record = reply.content
+            sent, start = take_posterior(record, f"posterior-{client}"), take_posterior(message.content, "start")
+            put_posterior(record, f"posterior-{client}", spoilt(kind, sent, start))
+        return reply
+
+
+client_app = Misbehaving()
+"""
+"""An app whose nodes do what their node config says (``misbehave=nan``), between the real client and the wire."""
+
+
+class Stage:
+    """A network with an experiment running on it; ``misbehave`` says by node what is wrong with it."""
+
+    def __init__(
+        self, folder: Path, experiment: Experiment, nodes: int = 3, misbehave: Mapping[int, str] | None = None
+    ) -> None:
         self.folder, self.experiment, self.path = folder, experiment, folder / "run"
-        self.network = Network(folder / "net", partitioned(nodes))
+        self.misbehave = dict(misbehave or {})
+        kinds = ({"misbehave": self.misbehave[i]} if i in self.misbehave else {} for i in range(nodes))
+        self.network = Network(folder / "net", [{**c, **k} for c, k in zip(partitioned(nodes), kinds)])
 
     def __enter__(self) -> Stage:
         self.network.start()
@@ -48,7 +105,10 @@ class Stage:
     def submit(self, *, resume: bool = False) -> None:
         """Submit the experiment (again)."""
         settings = {"out": str(self.path), "resume": resume, "report": False}
-        self.process = self.network.submit(write_app(self.folder / "app", self.experiment, settings))
+        app = write_app(self.folder / "app", self.experiment, settings)
+        if self.misbehave:
+            (app / "fedbayes_app.py").write_text(MISBEHAVING)
+        self.process = self.network.submit(app)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for something, or fail saying what never came."""
@@ -119,6 +179,72 @@ def node_hangs(folder: Path) -> str:
     return f"clients {rounds[0]['clients']}; noted: {rounds[0]['engine']['failures'][0]['reason']}"
 
 
+def node_slow(folder: Path) -> str:
+    """A node trains far too slowly: the deadline ends the round without it."""
+    changes = {"participation__quorum": 0.6, "participation__deadline": 40.0, "rounds": 1, "local__epochs": 1}
+    with Stage(folder, experiment(**changes), misbehave={2: "slow"}) as stage:
+        stage.submit()
+        rounds = stage.finish()
+    return f"clients {rounds[0]['clients']}; noted: {rounds[0]['engine']['failures'][0]['reason']}"
+
+
+def bad_updates(folder: Path) -> str:
+    """Nodes send NaN, a wrong shape, another model, a negative variance, a move 100 times too long: each refused by name."""
+    kinds = {3: "nan", 4: "shape", 5: "foreign", 6: "negative", 7: "far"}
+    changes = {"partition__clients": 8, "rounds": 1, "local__epochs": 1, "participation__quorum": 0.3}
+    with Stage(folder, experiment(fusion__max_update=10.0, **changes), 8, kinds) as stage:
+        stage.submit()
+        (event,) = stage.finish()
+    said = sorted((r["client"], r["tensor"], r["reason"]) for r in event["fusion"]["refused"])
+    return f"clients {event['clients']}; refused: " + "; ".join(f"{c}: {t} {r}".replace("  ", " ") for c, t, r in said)
+
+
+def another_version(folder: Path) -> str:
+    """A node with another version of the package: refused, both versions named."""
+    package = Path(__file__).parents[1]
+    shutil.copytree(package, folder / "old" / "fedbayes", ignore=shutil.ignore_patterns("__pycache__"))
+    start = folder / "old" / "fedbayes" / "__init__.py"
+    start.write_text(start.read_text().replace(f'__version__ = "{__version__}"', '__version__ = "0.0.9"'))
+    return _refused(folder, {}, {"PYTHONPATH": str(folder / "old")})
+
+
+def another_layout(folder: Path) -> str:
+    """A node whose network has other shapes: refused, both layouts and the first difference named."""
+    return _refused(folder, {2: "layout"}, {})
+
+
+def _refused(folder: Path, misbehave: Mapping[int, str], environment: Mapping[str, str]) -> str:
+    """Run with node 2 as told and return the sentence the run stopped with."""
+    with Stage(folder, experiment(rounds=1, local__epochs=1, transport__wait=20.0), misbehave=misbehave) as stage:
+        if environment:
+            stage.network.kill_node(2)
+            stage.network.return_node(2, environment=environment)
+        stage.submit()
+        try:
+            stage.finish()
+        except RunError as error:
+            return f"stopped: {error}"
+    return "UNEXPECTED: the run went on"
+
+
+def disk_full(folder: Path) -> str:
+    """The server's disk fills up after a round (its files may not grow any more): no torn file, a sentence, resumable."""
+    with Stage(folder, experiment(rounds=3)) as stage:
+        stage.submit()
+        stage.until(lambda: stage.training(0, 2), "the second round")
+        for pid in stage.network.server_apps():
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, 1000))
+        said = ""
+        try:
+            stage.finish()
+        except RunError as error:
+            said = str(error)
+        torn = sorted(f.name for f in stage.path.glob("*.part"))
+        stage.submit(resume=True)
+        rounds = stage.finish(resume=True)
+    return f"stopped: {said}; torn files: {torn}; then rounds {[r['round'] for r in rounds]}; same bits: {stage.same_bits()}"
+
+
 def superlink_killed(folder: Path) -> str:
     """The SuperLink is killed after a round and started again; nodes reconnect, the run resumes to the same bits."""
     with Stage(folder, experiment(local__epochs=2)) as stage:
@@ -179,6 +305,11 @@ SCENARIOS = {
         node_killed_without_quorum,
         node_returns,
         node_hangs,
+        node_slow,
+        bad_updates,
+        another_version,
+        another_layout,
+        disk_full,
         superlink_killed,
         server_app_killed,
         private_node_killed,

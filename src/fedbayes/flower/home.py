@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..experiment import Experiment
     from ..setup import Setup
 
-KEYS = ("partition-id", "num-partitions", "clients", "data", "data-dir")
+KEYS = ("partition-id", "num-partitions", "clients", "data", "data-dir", "private")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Home:
 
     ``partition-id`` (with ``num-partitions``): of the experiment's clients, those whose number leaves this
     remainder; ``clients``: the clients themselves, "0,3,6"; ``data``: an .npz file of the node's own examples,
-    or a folder (or CSV) of its recordings, which makes it one client and never leaves it; ``data-dir``: where data sets lie on this node. A node that says
+    or a folder (or CSV) of its recordings, which makes it one client and never leaves it; ``data-dir``: where data sets lie on this node;
+    ``private=true``: whatever the server asks, this node sends masked sums only. A node that says
     neither ``partition-id`` nor ``clients`` is given its clients by the server.
     """
 
@@ -36,6 +37,7 @@ class Home:
     named: tuple[int, ...] | None = None
     data: str | None = None
     data_dir: str | None = None
+    private: bool = False
 
     @staticmethod
     def read(config: Mapping[str, object]) -> Home:
@@ -56,7 +58,16 @@ class Home:
             _list(config.get("clients")),
             None if data is None else str(Path(str(data)).expanduser()),
             None if config.get("data-dir") is None else str(config["data-dir"]),
+            _yes(config.get("private", False)),
         )
+
+    def refuse_open(self) -> None:
+        """Refuse to send a posterior in the open where the node's owner wants sums only."""
+        if self.private:
+            raise ConfigError(
+                "this node sends masked sums only (private=true in its node config), and the experiment asks for its "
+                "posterior in the open; set fusion.private = true."
+            )
 
     @property
     def placed(self) -> bool:
@@ -185,6 +196,12 @@ def _whole(config: Mapping[str, object], key: str) -> int | None:
     if number < 0:
         raise ConfigError(f"node config: {key}={value!r} must be a whole number, 0 or more.")
     return number
+
+
+def _yes(value: object) -> bool:
+    if str(value).lower() not in ("true", "false"):
+        raise ConfigError(f"node config: private={value!r} must be true or false.")
+    return str(value).lower() == "true"
 
 
 def _list(value: object) -> tuple[int, ...] | None:

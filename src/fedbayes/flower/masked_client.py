@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,11 @@ if TYPE_CHECKING:
     from ..experiment import Experiment
 
 STATE = "masking"
-METRICS = ("loss", "nll", "kl")
+
+
+def metrics_sent(experiment: Experiment) -> tuple[str, ...]:
+    """What a node adds to its statistics: training losses; nothing under differential privacy, which covers no losses."""
+    return () if experiment.privacy.clip > 0 else ("loss", "nll", "kl")
 
 
 def answer_keys(asked: RecordDict, node: int, state: RecordDict) -> RecordDict:
@@ -47,7 +50,7 @@ def answer_masked(asked: RecordDict, node_config: Mapping[str, Any], state: Reco
     failures: dict[int, str] = {}
     numbers = FixedPoint(int(about["bits"]), int(about["parties"]))  # type: ignore[arg-type]
     weights = {int(n): float(w) for n, w in asked.config_records["weights"].items()}  # type: ignore[arg-type]
-    vector, included = _statistics(asked, node_config, state, wire, weights, int(about["threshold"]), failures)  # type: ignore[arg-type]
+    vector, included = _statistics(asked, node_config, state, wire, weights, party.threshold, failures)
     reply = RecordDict({"failures": ConfigRecord({str(c): r for c, r in failures.items()})})
     if included and vector is not None:
         try:
@@ -104,12 +107,12 @@ def _statistics(
         total = vector if total is None else total + vector
         included.append(a.client)
     if total is not None and setup.experiment.privacy.clip > 0:
-        total[: -len(METRICS) - 1] += _noise(setup.experiment, weights, threshold, len(total) - len(METRICS) - 1)
+        total += _noise(setup.experiment, weights, threshold, len(total))
     return total, included
 
 
 def client_vector(experiment: Experiment, update: Update, start: Any, weight: float) -> np.ndarray:
-    """Return one client's statistics in relative coordinates, clipped if asked, then loss, nll, kl a weight, clipped?"""
+    """Return one client's statistics in relative coordinates, clipped if asked, then its losses (the KL a weight)."""
     from ..federation import options
     from ..posterior import check
     from ..privacy.relative import Relative, clipped, refuse_unless_sum
@@ -117,20 +120,23 @@ def client_vector(experiment: Experiment, update: Update, start: Any, weight: fl
     rule = refuse_unless_sum(experiment, options(experiment))
     check(update.posterior, start, client=update.client, allow_zero_variance=rule.allows_zero_variance)
     relative = Relative(rule, start)
-    vector, was = clipped(relative, update.posterior, weight, update.client, experiment.privacy.clip)
+    vector, _ = clipped(relative, update.posterior, weight, update.client, experiment.privacy.clip)
     count = max(1, sum(g.mean.numel() for g in start.gaussians.values()))
-    metrics = [float(update.metrics.get(name, 0.0)) / (count if name == "kl" else 1) for name in METRICS]
+    metrics = [
+        float(update.metrics.get(name, 0.0)) / (count if name == "kl" else 1) for name in metrics_sent(experiment)
+    ]
     metrics = [min(max(weight * m, -100.0), 100.0) if math.isfinite(m) else 0.0 for m in metrics]
-    return np.concatenate([vector.numpy(), metrics, [float(was)]])
+    return np.concatenate([vector.numpy(), metrics])
 
 
 def _noise(experiment: Experiment, weights: Mapping[int, float], threshold: int, size: int) -> np.ndarray:
     """This node's share of the noise: any ``threshold`` nodes together carry all of it."""
     from ..federation import options
+    from ..privacy.noise import secret_normal
     from ..privacy.relative import noise_of, refuse_unless_sum
 
     deviation = noise_of(experiment, refuse_unless_sum(experiment, options(experiment)), weights) / math.sqrt(threshold)
-    return np.random.default_rng(secrets.randbits(128)).normal(0.0, deviation, size) if deviation else np.zeros(size)
+    return deviation * secret_normal(size).numpy() if deviation else np.zeros(size)
 
 
 # -- secrets between messages ------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from ..cohort import Assignment, Update
-from ..errors import PosteriorError, RunError
+from ..errors import RunError
 from ..experiment import Experiment
 from ..federation import options
 from ..fusion import client_weights
@@ -19,9 +19,11 @@ from ..posterior import Posterior
 from ..privacy.federation import MaskedTotal
 from ..privacy.relative import Relative, refuse_unless_sum
 from .cohort import FlowerCohort, alike
-from .masked_client import METRICS
+from .masked_client import metrics_sent
 from .masking import LEAST_PARTIES, FixedPoint, threshold_of, unmask
-from .records import payload_bytes
+from .records import account, payload_bytes, share_out
+
+T = TypeVar("T")
 
 
 class MaskedCohort(FlowerCohort):
@@ -59,7 +61,7 @@ class MaskedRound:
             self.experiment.fusion.weighting, {c: cohort.registry.sizes[c] for c in self.assignments}
         )
         self.failures: dict[int, str] = {}
-        self.down = self.up = 0
+        self.traffic: dict[int, dict[str, int]] = {}
         self.began = cohort.clock()
 
     def run(self) -> MaskedTotal:
@@ -77,19 +79,19 @@ class MaskedRound:
         first = self.assignments[min(self.assignments)]
         self.cohort._trained |= dict.fromkeys(clients, first.round)
         self.cohort._statistics = self._statistics(present)
-        values, clipped = plain[: -len(METRICS) - 1], round(float(plain[-1]))
+        names = metrics_sent(self.experiment)
+        values, sums = np.split(plain, [len(plain) - len(names)])
         return MaskedTotal(
             client=-1,
             round=first.round,
             posterior=Posterior(),
             examples=sum(self.cohort.registry.sizes[c] for c in clients),
-            metrics=self._metrics(plain[-len(METRICS) - 1 : -1], clients),
+            metrics=self._metrics(dict(zip(names, sums)), clients),
             run=first.run,
             total=torch.from_numpy(values.copy()),
             weights={c: self.weights[c] for c in clients},
             sizes={c: self.cohort.registry.sizes[c] for c in clients},
             refusals={c: r for c, r in self.failures.items() if c not in clients},
-            clipped=clipped,
         )
 
     @property
@@ -107,11 +109,12 @@ class MaskedRound:
         return ConfigRecord({"threshold": self.threshold, "parties": self.parties, "bits": bits})
 
     def _keys(self) -> dict[int, tuple[bytes, bytes]]:
+        def read(_node: int, reply: RecordDict) -> tuple[bytes, bytes]:
+            keys = reply.config_records["keys"]
+            return _bytes(keys["masking"]), _bytes(keys["sealing"])
+
         record = RecordDict({"masking": self._about()})
-        found = {}
-        for node, reply in self._ask("keys", dict.fromkeys(self.hosts, record)):
-            keys: Any = reply.config_records["keys"]
-            found[node] = (keys["masking"], keys["sealing"])
+        found = dict(self._ask("keys", dict.fromkeys(self.hosts, record), read))
         self._enough(found, "sent its keys")
         return found
 
@@ -122,10 +125,14 @@ class MaskedRound:
                 "sealing-keys": ConfigRecord({str(n): k for n, (_, k) in publics.items()}),
             }
         )
-        found = {}
-        for node, reply in self._ask("shares", dict.fromkeys(publics, record)):
-            sealed: Any = reply.config_records["sealed"]
-            found[node] = {int(n): box for n, box in sealed.items()}
+
+        def read(node: int, reply: RecordDict) -> dict[int, bytes]:
+            boxes = {int(n): _bytes(box) for n, box in reply.config_records["sealed"].items()}
+            if boxes.keys() != publics.keys() - {node}:
+                raise ValueError("shares for other nodes than those that were named")
+            return boxes
+
+        found = dict(self._ask("shares", dict.fromkeys(publics, record), read))
         self._enough(found, "sent its shares")
         return found
 
@@ -133,21 +140,25 @@ class MaskedRound:
         """Send assignments and sealed shares; add up masked vectors as they arrive, one in memory at a time."""
         messages = {n: self._assignment(n, {o: boxes[n] for o, boxes in sealed.items() if n in boxes}) for n in sealed}
         number = FixedPoint(self.experiment.transport.mask_bits, self.parties)
-        size = Relative(self.rule, self.start).size + len(METRICS) + 1
+        size = Relative(self.rule, self.start).size + len(metrics_sent(self.experiment))
         total, included = np.zeros(size, number.dtype), {}
-        for node, reply in self._ask("masked", messages):
-            for client, reason in reply.config_records.get("failures", ConfigRecord()).items():
-                self._fail(int(client), f"{self.cohort.registry.label(node)}: {reason}")
+
+        def read(node: int, reply: RecordDict) -> tuple[np.ndarray | None, list[int], dict[int, str]]:
+            failures = {int(c): str(r) for c, r in reply.config_records.get("failures", ConfigRecord()).items()}
             if "masked" not in reply:
-                continue
+                return None, [], failures
             vector = reply.array_records["masked"]["vector"].numpy()
-            clients: Any = reply.config_records["included"]["clients"]
+            clients = [int(c) for c in reply.config_records["included"]["clients"]]  # type: ignore[union-attr]
             if vector.shape != total.shape or vector.dtype != total.dtype or not set(clients) <= set(self.hosts[node]):
-                for client in self.hosts[node]:
-                    self._fail(client, f"{self.cohort.registry.label(node)} sent a masked vector of another form.")
-                continue
-            total += vector
-            included[node] = list(clients)
+                raise ValueError("a masked vector of another form")
+            return vector, clients, failures
+
+        for node, (vector, clients, failures) in self._ask("masked", messages, read):
+            for client in failures.keys() & set(self.hosts[node]):
+                self._fail(client, f"{self.cohort.registry.label(node)}: {failures[client]}")
+            if vector is not None:
+                total += vector
+                included[node] = clients
         return total, included
 
     def _assignment(self, node: int, sealed: Mapping[int, bytes]) -> RecordDict:
@@ -164,30 +175,38 @@ class MaskedRound:
     def _reveal(self, present: Sequence[int], dropped: Sequence[int]) -> dict[int, list[bytes]]:
         record = RecordDict({"sum": ConfigRecord({"present": list(present), "dropped": list(dropped)})})
         found: dict[int, list[bytes]] = {}
-        for answered, (_, reply) in enumerate(self._ask("reveal", dict.fromkeys(present, record)), 1):
-            shares: Any = reply.config_records["shares"]
-            for n, share in shares.items():
-                found.setdefault(int(n), []).append(share)
+
+        def read(_node: int, reply: RecordDict) -> dict[int, bytes]:
+            return {int(n): _bytes(share) for n, share in reply.config_records["shares"].items()}
+
+        for answered, (_, shares) in enumerate(self._ask("reveal", dict.fromkeys(present, record), read), 1):
+            for owner, share in shares.items():
+                found.setdefault(owner, []).append(share)
             if answered >= self.threshold:
                 break
         return found
 
-    def _ask(self, stage: str, records: Mapping[int, RecordDict]) -> Iterator[tuple[int, RecordDict]]:
-        """One exchange; nodes that fail or stay silent drop out, and their clients are noted."""
+    def _ask(
+        self, stage: str, records: Mapping[int, RecordDict], read: Callable[[int, RecordDict], T]
+    ) -> Iterator[tuple[int, T]]:
+        """One exchange, each answer read; nodes that fail, stay silent or make no sense drop out, their clients noted."""
         round = next(iter(self.assignments.values())).round
         messages = [Message(r, n, f"train.{stage}", group_id=str(round)) for n, r in records.items()]
-        self.down += sum(payload_bytes(r) for r in records.values())
+        for node, record in records.items():
+            share_out(self.traffic, self.hosts[node], "down", payload_bytes(record))
         silent = set(records)
         for node, reply in self.cohort._exchange(messages, self.seconds):
             silent.discard(node)
             if isinstance(reply, str):
                 self._drop(node, reply)
                 continue
-            self.up += payload_bytes(reply)
+            share_out(self.traffic, self.hosts[node], "up", payload_bytes(reply))
             try:
-                yield node, reply
-            except (KeyError, PosteriorError) as error:
-                self._drop(node, f"its answer cannot be read ({error})")
+                answer = read(node, reply)
+            except (KeyError, TypeError, ValueError, OSError, EOFError) as error:
+                self._drop(node, f"its answer in the exchange '{stage}' cannot be read ({error})")
+                continue
+            yield node, answer
         for node in silent:
             self._drop(node, f"no answer within {self.seconds:g} s in the exchange '{stage}'")
 
@@ -208,10 +227,10 @@ class MaskedRound:
                 f"are needed so that no single node's numbers show" + (f" ({reasons})." if reasons else ".")
             )
 
-    def _metrics(self, sums: np.ndarray, clients: Sequence[int]) -> dict[str, float]:
+    def _metrics(self, sums: Mapping[str, float], clients: Sequence[int]) -> dict[str, float]:
         share = sum(self.weights[c] for c in clients) or 1.0
         count = sum(g.mean.numel() for g in self.start.gaussians.values()) or 1
-        return {n: float(v) / share * (count if n == "kl" else 1) for n, v in zip(METRICS, sums)}
+        return {n: float(v) / share * (count if n == "kl" else 1) for n, v in sums.items()}
 
     def _statistics(self, present: Sequence[int]) -> dict[str, Any]:
         number = FixedPoint(self.experiment.transport.mask_bits, self.parties)
@@ -221,5 +240,11 @@ class MaskedRound:
             "wire": f"masked, {self.experiment.transport.mask_bits} bits",
             "mask_error": number.error,
             "failures": [{"client": c, "reason": r} for c, r in sorted(self.failures.items())],
-            "bytes": {"down": self.down, "up": self.up},
+            "bytes": account(self.traffic),
         }
+
+
+def _bytes(value: object) -> bytes:
+    if not isinstance(value, bytes):
+        raise TypeError(f"{type(value).__name__} in place of bytes")
+    return value

@@ -76,12 +76,14 @@ class FixedPoint:
         return np.dtype(np.uint64 if self.bits == 64 else np.uint32)
 
     def encode(self, vector: np.ndarray) -> np.ndarray:
-        """Round to steps; a number out of reach or not finite is refused rather than cut off."""
-        largest = float(np.abs(vector).max(initial=0.0))
-        if not largest < self.reach:
+        """Round to steps; a number out of reach or not finite is refused rather than cut off.
+
+        The sentence goes to the server, so it does not say how large the number is.
+        """
+        if not float(np.abs(vector).max(initial=0.0)) < self.reach:
             raise RunError(
-                f"a statistic of {largest:.3g} cannot be masked with {self.bits} bits among {self.parties} nodes (at most "
-                f"{self.reach:.3g}); use transport.mask_bits = 64 or bound it with privacy.clip."
+                f"a statistic cannot be masked with {self.bits} bits among {self.parties} nodes: it is above "
+                f"{self.reach:.3g} global sigmas; use transport.mask_bits = 64 or bound it with privacy.clip."
             )
         return np.rint(vector / self.step).astype(np.int64).astype(self.dtype)
 

@@ -139,10 +139,35 @@ def take_updates(record: RecordDict, start: Posterior) -> Iterator[Update | tupl
 
 
 def payload_bytes(record: RecordDict, only: Iterable[str] | None = None) -> int:
-    """Bytes of the arrays in a record (all of them, or those of the named array records)."""
-    wanted: Mapping[str, ArrayRecord] = record.array_records
-    names = list(wanted) if only is None else [n for n in only if n in wanted]
-    return sum(len(a.data) for n in names for a in wanted[n].values())
+    """Bytes of what a record holds, names included (all of it, or the named records); gRPC's own frames are not counted."""
+    names = list(record) if only is None else [n for n in only if n in record]
+    return sum(len(n) + len(k) + _bytes_of(v) for n in names for k, v in record[n].items())
+
+
+def _bytes_of(value: object) -> int:
+    if isinstance(value, Array):
+        return len(value.data)
+    if isinstance(value, list):
+        return sum(map(_bytes_of, value))
+    if isinstance(value, str | bytes):
+        return len(value.encode() if isinstance(value, str) else value)
+    return 8
+
+
+def share_out(traffic: dict[int, dict[str, int]], clients: Sequence[int], way: str, size: int) -> None:
+    """Enter a message into the account of the clients it was for, in equal parts."""
+    for i, client in enumerate(clients):
+        entry = traffic.setdefault(client, {"down": 0, "up": 0})
+        entry[way] += size // len(clients) + (i < size % len(clients))
+
+
+def account(traffic: Mapping[int, Mapping[str, int]]) -> dict[str, Any]:
+    """Bytes of a round as ``metrics.jsonl`` has them: in all, and by client, each way."""
+    return {
+        "down": sum(entry["down"] for entry in traffic.values()),
+        "up": sum(entry["up"] for entry in traffic.values()),
+        "clients": {str(c): dict(traffic[c]) for c in sorted(traffic)},
+    }
 
 
 def _numbered(record: RecordDict, kind: str) -> list[tuple[int, ConfigRecord]]:

@@ -1,6 +1,7 @@
 """Client-level differential privacy, and the relative coordinates it and secure aggregation work in."""
 
-from .accountant import Accountant, epsilon_of, rdp_gaussian, rdp_sampled_gaussian
+from .accountant import Accountant, epsilon_of
+from .noise import secret_normal
 from .relative import Relative, RelativeAccumulator, clip, refuse_unless_sum, sensitivity
 
 __all__ = [
@@ -9,8 +10,7 @@ __all__ = [
     "RelativeAccumulator",
     "clip",
     "epsilon_of",
-    "rdp_gaussian",
-    "rdp_sampled_gaussian",
     "refuse_unless_sum",
+    "secret_normal",
     "sensitivity",
 ]

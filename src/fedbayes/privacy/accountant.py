@@ -1,8 +1,8 @@
-"""How much a sequence of noisy sums tells about one client: Rényi differential privacy of the Gaussian mechanism.
+"""How much a sequence of noisy sums tells about one client: the account is kept by Google's ``dp-accounting``.
 
 A release is a sum to which each client adds a vector of norm at most C and which carries Gaussian noise of standard
-deviation z·C. Its Rényi divergence of order α is α / (2 z²) (Mironov 2017, Prop. 7); releases add up; and
-(ε, δ) follows by Canonne, Kamath & Steinke 2020, Prop. 12, minimised over α.
+deviation z·C: the Gaussian mechanism with noise multiplier z. ``dp_accounting.rdp.RdpAccountant`` (which Flower's own
+``RdpAccountant`` wraps) adds up its Rényi divergences and converts them to (ε, δ). Extra ``privacy``.
 """
 
 from __future__ import annotations
@@ -10,51 +10,36 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import ConfigError
 
-ORDERS: tuple[float, ...] = tuple(1 + x / 10 for x in range(1, 100)) + tuple(map(float, range(11, 65))) + (
-    80.0, 96.0, 128.0, 192.0, 256.0, 384.0, 512.0, 768.0, 1024.0, 2048.0, 4096.0,
-)  # fmt: skip
-"""Orders α over which ε is minimised."""
+
+def library() -> Any:
+    """Return ``dp_accounting`` with its Rényi accountant, or say how to get it."""
+    try:
+        import dp_accounting
+        import dp_accounting.rdp
+    except ImportError:
+        raise ConfigError(
+            "privacy.noise: epsilon is counted by the package 'dp-accounting', which is not installed; "
+            "pip install 'fedbayes[privacy]'."
+        ) from None
+    return dp_accounting
 
 
-def rdp_gaussian(noise: float, order: float) -> float:
-    """Rényi divergence of order α between N(0, z²) and N(1, z²): α / (2 z²)."""
-    return order / (2 * noise**2)
-
-
-def rdp_sampled_gaussian(rate: float, noise: float, order: int) -> float:
-    """Rényi divergence of the Gaussian mechanism on a Poisson sample (Mironov, Talwar & Zhang 2019, eq. 5 and §3.3).
-
-    ``rate`` is the probability with which each client is drawn, secretly and independently; ``order`` is an integer α ≥ 2:
-    log Σₖ C(α, k) (1-q)^(α-k) q^k exp(k (k-1) / (2 z²)) / (α-1).
-    """
-    if not (isinstance(order, int) and order >= 2):
-        raise ConfigError(f"the sampled Gaussian is accounted for at whole orders of at least 2, not {order}.")
-    if rate == 0:
-        return 0.0
-    if rate == 1:
-        return rdp_gaussian(noise, order)
-    logs = [
-        math.lgamma(order + 1) - math.lgamma(k + 1) - math.lgamma(order - k + 1)
-        + (order - k) * math.log1p(-rate) + k * math.log(rate) + k * (k - 1) / (2 * noise**2)
-        for k in range(order + 1)
-    ]  # fmt: skip
-    top = max(logs)
-    return (top + math.log(math.fsum(math.exp(x - top) for x in logs))) / (order - 1)
-
-
-def epsilon_of(divergences: Iterable[tuple[float, float]], delta: float) -> float:
-    """Return the least ε that pairs (order, Rényi divergence) prove for ``delta`` (Canonne, Kamath & Steinke 2020)."""
+def epsilon_of(noise: float, releases: int, delta: float) -> float:
+    """Return ε at ``delta`` after so many releases with noise multiplier ``noise`` (infinite without noise)."""
     if not 0 < delta < 1:
         raise ConfigError(f"delta = {delta}: it must be between 0 and 1.")
-    found = [
-        rho + math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1)
-        for order, rho in divergences
-        if order > 1 and math.isfinite(rho)
-    ]
-    return max(0.0, min(found, default=math.inf))
+    if releases == 0:
+        return 0.0
+    if noise <= 0:
+        return math.inf
+    dp = library()
+    account = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    account.compose(dp.GaussianDpEvent(noise), releases)
+    return float(account.get_epsilon(delta))
 
 
 @dataclass
@@ -69,16 +54,15 @@ class Accountant:
     noise: float
     counts: dict[int, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.noise > 0:
+            library()  # missed before the first round rather than after it
+
     def release(self, clients: Iterable[int]) -> None:
         """Enter one round's sum and the clients that were drawn for it."""
         for client in clients:
             self.counts[client] = self.counts.get(client, 0) + 1
 
     def epsilon(self, delta: float) -> float:
-        """Return ε at ``delta`` of everything released so far (infinite without noise)."""
-        most = max(self.counts.values(), default=0)
-        if most == 0:
-            return 0.0
-        if self.noise <= 0:
-            return math.inf
-        return epsilon_of(((a, most * rdp_gaussian(self.noise, a)) for a in ORDERS), delta)
+        """Return ε at ``delta`` of everything released so far."""
+        return epsilon_of(self.noise, max(self.counts.values(), default=0), delta)

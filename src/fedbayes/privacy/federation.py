@@ -5,9 +5,10 @@ Everything but the accumulator is the ordinary round loop. It also keeps account
 
 from __future__ import annotations
 
-import secrets
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..cohort import Assignment, Update
 from ..federation import Federation, options
 from ..posterior import Posterior
+from ..rundir import write_atomically
 from ..schedule import choose_clients
 from ..seeds import torch_rng
 from .accountant import Accountant
@@ -34,7 +36,6 @@ class MaskedTotal(Update):
     weights: Mapping[int, float] = field(default_factory=dict)
     sizes: Mapping[int, int] = field(default_factory=dict)
     refusals: Mapping[int, str] = field(default_factory=dict)
-    clipped: int = 0
 
 
 class PrivateFederation(Federation):
@@ -43,6 +44,8 @@ class PrivateFederation(Federation):
     Noise on a total that the server holds is added by the server; on a masked total every node has added its share
     already (``cohort.adds_noise``). A simulation draws it by address, so that it repeats; a deployment
     (``cohort.remote``) draws it from the operating system's entropy, because a seed that is known protects nothing.
+    Then a round that is repeated after a crash is a second release: ``privacy.json`` in the run directory keeps the
+    account of every round that was begun.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -52,10 +55,7 @@ class PrivateFederation(Federation):
 
     def _accumulator(self) -> Any:
         e, number = self.experiment, self.round + 1
-        if getattr(self.cohort, "remote", False):
-            generator = torch.Generator().manual_seed(secrets.randbits(63))
-        else:
-            generator = torch_rng(e.seed, "privacy", number)
+        generator = None if self._remote else torch_rng(e.seed, "privacy", number)
         return RelativeAccumulator(self.rule, self.posterior, bound=e.privacy.clip, generator=generator)
 
     def begin(self) -> list[Assignment]:
@@ -66,6 +66,8 @@ class PrivateFederation(Federation):
         if not getattr(self.cohort, "adds_noise", False):
             accumulator.noise = noise_of(self.experiment, self.rule, current.weights)
         self.accountant.release(current.clients)
+        if self._ledger is not None:
+            write_atomically(self._ledger, json.dumps({"rounds begun": self.accountant.counts}).encode())
         if p.clip > 0:
             epsilon = finite(self.accountant.epsilon(p.delta))
             accumulator.about = {"epsilon": epsilon, "delta": p.delta, "clip": p.clip, "noise": p.noise}
@@ -78,7 +80,7 @@ class PrivateFederation(Federation):
         current = self._open_round()
         accumulator: Any = current.accumulator
         if update.weights:
-            accumulator.add_total(update.total, update.weights, update.clipped)
+            accumulator.add_total(update.total, update.weights)
         for client, size in update.sizes.items():
             current.arrived[client] = Update(client, update.round, Posterior(), size, update.metrics, update.run)
         for client, reason in update.refusals.items():
@@ -86,10 +88,23 @@ class PrivateFederation(Federation):
         return None
 
     def restore(self) -> bool:
-        """Continue from a checkpoint; what was released before follows from the seed."""
+        """Continue from a checkpoint; what was released before stands in the ledger, or follows from the seed."""
         found = super().restore()
-        if found:
+        if self._ledger is not None and self._ledger.exists():
+            begun = json.loads(self._ledger.read_text())["rounds begun"]
+            self.accountant.counts = {int(client): int(times) for client, times in begun.items()}
+        elif found:
             sizes = self.cohort.sizes(self.run_number)
             for number in range(1, self.round + 1):
                 self.accountant.release(choose_clients(self.experiment, sizes, number))
         return found
+
+    @property
+    def _remote(self) -> bool:
+        return getattr(self.cohort, "remote", False)
+
+    @property
+    def _ledger(self) -> Path | None:
+        """Where the rounds that were begun are written down, for noise that does not repeat."""
+        noised = self._remote and self.directory is not None and self.experiment.privacy.clip > 0
+        return self.directory.path / "privacy.json" if noised and self.directory is not None else None

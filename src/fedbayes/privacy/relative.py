@@ -19,7 +19,8 @@ from ..errors import ConfigError
 from ..experiment import Experiment
 from ..fusion import Accumulator, Fused, Rule, get_rule, get_weighting
 from ..fusion.layout import Layout
-from ..posterior import Gaussian, Posterior, check, sigma_statistics
+from ..posterior import Gaussian, Posterior, Refusal, check, sigma_statistics
+from .noise import secret_normal
 
 
 class Relative:
@@ -110,8 +111,13 @@ def sensitivity(rule: Rule, weights: Mapping[int, float], bound: float) -> float
 
 
 def clipped(relative: Relative, posterior: Posterior, weight: float, client: int, bound: float) -> tuple[Tensor, bool]:
-    """Return a client's statistics with their distance from an idle client's clipped (``bound`` 0: as they are)."""
+    """Return a client's statistics with their distance from an idle client's clipped (``bound`` 0: as they are).
+
+    A vector that is not finite (a variance near nothing under a rule of precisions) has no distance: it is refused.
+    """
     vector = relative.vector(posterior, weight, client)
+    if not torch.isfinite(vector).all():
+        raise Refusal(client, "", "its statistics are not finite in units of the global posterior")
     if bound <= 0:
         return vector, False
     idle = relative.idle(weight, client)
@@ -122,7 +128,8 @@ def clipped(relative: Relative, posterior: Posterior, weight: float, client: int
 class RelativeAccumulator:
     """Stands in for ``fusion.Accumulator`` when moves are clipped and noise is added: same methods, relative inside.
 
-    ``noise`` is the standard deviation of the Gaussian noise on the total, drawn by ``generator``.
+    ``noise`` is the standard deviation of the Gaussian noise on the total, drawn by ``generator`` so that a simulation
+    repeats, or, without one, by ``secret_normal``.
     """
 
     def __init__(
@@ -132,7 +139,7 @@ class RelativeAccumulator:
         self.relative, self.reference, self.rule = Relative(rule, reference), reference, rule
         self.bound, self.noise, self.generator = bound, noise, generator
         self.weights: dict[int, float] = {}
-        self.clipped = 0
+        self.clipped: int | None = 0
         self.about: dict[str, Any] = {}  # added to the record
         self._total = torch.zeros(self.relative.size, dtype=torch.float64)
 
@@ -141,20 +148,25 @@ class RelativeAccumulator:
         check(posterior, self.reference, client=client, allow_zero_variance=self.rule.allows_zero_variance)
         vector, was = clipped(self.relative, posterior, weight, client, self.bound)
         self._total += vector
-        self.clipped += was
+        self.clipped = (self.clipped or 0) + was
         self.weights[client] = weight
 
-    def add_total(self, total: Tensor, weights: Mapping[int, float], clipped: int = 0) -> None:
-        """Take a total that secure aggregation gave."""
+    def add_total(self, total: Tensor, weights: Mapping[int, float]) -> None:
+        """Take a total that secure aggregation gave; how many clients were clipped in it nobody knows."""
         self._total += total
         self.weights |= dict(weights)
-        self.clipped += clipped
+        self.clipped = None
 
     def conclude(self) -> Fused:
         """Add the noise and make the fused posterior; where noise made a variance impossible, the previous one stays."""
         total = self._total
         if self.noise > 0:
-            total = total + self.noise * torch.randn(total.shape, dtype=torch.float64, generator=self.generator)
+            drawn = (
+                secret_normal(total.numel())
+                if self.generator is None
+                else torch.randn(total.shape, dtype=torch.float64, generator=self.generator)
+            )
+            total = total + self.noise * drawn
         posterior, record = self.relative.conclude(total, self.weights)
         posterior, kept = _mend(posterior, self.reference)
         record["repaired"] = (record.get("repaired") or 0.0) + kept

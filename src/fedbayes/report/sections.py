@@ -56,6 +56,8 @@ def register(name: str, function: SectionFunction | str, title: str = "") -> Non
 
 
 register("operator-queue", "fedbayes.report.sonar:queue", "The operator's queue")
+register("privacy", "fedbayes.privacy.section:section", "What the models give away")
+register("transport", "fedbayes.flower.section:section", "What was sent")
 register("variance-analysis", "fedbayes.moments:section", "What precision weighting weighs by")
 
 
