@@ -29,9 +29,7 @@ class Study:
 
     cells: Mapping[str, tuple[str, ...]]
     changes: Mapping[str, object] = field(default_factory=dict)
-    data: str = "cifar10"
-    readings: dict[str, str] = field(default_factory=dict)
-    both_signs: bool = False
+    variants: tuple[Mapping[str, str], ...] = ()  # further readings of the cells of rule precision
 
 
 METHODS = ("fedavg", "v-distillation", "fedbe-no-swa", "fedbe")
@@ -47,12 +45,13 @@ def _fedbe(partition: str, network: str, methods: Sequence[str] = METHODS, proxi
 
 def _reyes(name: str) -> Study:
     changes = {"checkpoint_every": 50}
-    return Study({"reyes-table-2": (f"batch=200 dataset={name}",)}, changes, name, both_signs=True)
+    variants = ({"sign": "fisher"}, {"epsilon": "keras"}, {"sign": "fisher", "epsilon": "keras"})
+    return Study({"reyes-table-2": (f"batch=200 dataset={name}",)}, changes, variants)
 
 
 def _ozer(clients: int) -> Study:
     cells = {f"ozer-spread-{clients}-clients": ("dataset=fashion-mnist partition=dirichlet-0.5 weights=equal",)}
-    return Study(cells, {"checkpoint_every": 25}, "fashion-mnist")
+    return Study(cells, {"checkpoint_every": 25})
 
 
 GLOBAL_MEAN = {"data.mean": "global"}  # clients' own means forbid sharing a launch; the reading pixel_mean=global
@@ -168,11 +167,13 @@ def carry_out(options: argparse.Namespace, data: Path | None) -> None:
 
     def call(run_many: Any) -> list[Any]:
         made = []
-        for readings in readings_of(study, options):
+        for number, readings in enumerate(readings_of(study, options)):
             for recipe, cells in study.cells.items():
                 only = [" ".join([item, *options.only]) for item in cells]
-                if readings.get("sign") == "fisher" and study.both_signs:
-                    only = [f"{item} rule=precision" for item in only]
+                if number:
+                    only = [f"{item} rule=precision" for item in only if "rule=fedavg" not in item]
+                    if not only:
+                        continue
                 made.append(
                     recipes.reproduce(
                         recipe, options.scale, only, options.state, data, changes=changes, seeds=options.seeds,
@@ -196,7 +197,7 @@ def carry_out(options: argparse.Namespace, data: Path | None) -> None:
         print(made)
     for path in cells:
         if (path / "metrics.jsonl").exists():
-            print(standing(path))
+            print(cells[path].label, *cells[path].experiment.fusion.options, standing(path))
     print(f"{'finished' if finished else 'call again to go on'} ({time.monotonic() - begun:.0f} s)", flush=True)
 
 
@@ -219,11 +220,9 @@ def changes_of(options: argparse.Namespace, own: str) -> dict[str, object]:
 
 
 def readings_of(study: Study, options: argparse.Namespace) -> list[dict[str, str]]:
-    """Return the readings to run a study's cells under; both signs of precision weighting where it compares them."""
-    asked = {**study.readings, **dict(item.split("=", 1) for item in options.reading)}
-    if study.both_signs and "sign" not in asked:
-        return [asked, {**asked, "sign": "fisher"}]
-    return [asked]
+    """Return the readings to run a study's cells under, the variants of its precision cells after the first."""
+    asked = dict(item.split("=", 1) for item in options.reading)
+    return [asked, *({**asked, **variant} for variant in study.variants if not asked)]
 
 
 def unpacked(parts: Path | None, state: Path) -> Path | None:
