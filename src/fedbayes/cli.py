@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -11,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, FedBayesError, nearest
-from .overrides import experiment_from, split_help
+from .overrides import Parser, experiment_from, split_help
+
+_EXTRAS = {
+    "matplotlib": "report", "jinja2": "report", "flwr": "flower", "cryptography": "flower", "grpc": "flower",
+    "soundfile": "sonar", "soxr": "sonar", "tensorboard": "track",
+}  # fmt: skip
+"""Which extra of the package brings a module that may be missing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,9 +37,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FedBayesError as error:
         print(f"fedbayes: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        print(
+            f"fedbayes: {arguments[0]} needs {error.name}: pip install 'fedbayes[{extra}]' brings it.", file=sys.stderr
+        )
+        return 2
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+    except OSError as error:  # a place that cannot be written or read: the machine's matter, not the program's
+        print(f"fedbayes: {error.filename or arguments[0]}: {error.strerror or error}.", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\nfedbayes: interrupted; what was finished is kept (continue a run with --resume).", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -49,8 +65,8 @@ def usage() -> str:
     return "usage: fedbayes COMMAND ...   (fedbayes COMMAND --help tells more)\n\n" + "\n".join(lines)
 
 
-def _parser(name: str, description: str | None, **kwargs: Any) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"fedbayes {name}", description=description, allow_abbrev=False, **kwargs)
+def _parser(name: str, description: str | None, **kwargs: Any) -> Parser:
+    return Parser(prog=f"fedbayes {name}", description=description, allow_abbrev=False, **kwargs)
 
 
 def _remember(data_dir: str | None) -> None:
@@ -64,7 +80,7 @@ def run(arguments: list[str]) -> int:
     p = _parser("run", run.__doc__, add_help=False)
     p.add_argument("experiment", help="built-in name or TOML file (fedbayes experiments lists the names)")
     p.add_argument("--out", help="run directory (default: runs/NAME-number)")
-    p.add_argument("--resume", action="store_true", help="continue the run that --out holds")
+    p.add_argument("--resume", action="store_true", help="continue the run that --out (or EXPERIMENT) holds")
     p.add_argument("--data-dir", help="where data sets are kept (default: FEDBAYES_DATA or the user's cache)")
     p.add_argument("--central", action="store_true", help="train on all data in one place, as a baseline")
     p.add_argument("--track", choices=["tensorboard"], help="write the same numbers for TensorBoard too")
@@ -82,19 +98,13 @@ def run(arguments: list[str]) -> int:
         experiment = central(experiment)
     listeners: list[Callable[..., None]] = [] if options.quiet else [Progress(experiment.rounds, experiment.name)]
     out = Path(options.out) if options.out else None
-    if out is None and options.track and not options.resume:  # else made once the experiment has proved possible
-        from .rundir import fresh_directory
-        from .setup import check_names
-
-        check_names(experiment)
-        out = fresh_directory(runner.DEFAULT_ROOT, experiment.name)
+    if options.resume and out is None and Path(options.experiment).is_dir():
+        out = Path(options.experiment)  # a run directory names both the experiment and where it is
     if options.resume and out is not None and not (out / "config.toml").exists():
         print(f"{out} holds no run yet: starting at round 1.")
-    if options.track:
-        from .track import tracker
-
-        listeners.append(tracker(options.track, out))
-    result = runner.run(experiment, out, resume=options.resume, data_dir=options.data_dir, listeners=listeners)
+    result = runner.run(
+        experiment, out, resume=options.resume, data_dir=options.data_dir, listeners=listeners, track=options.track
+    )
     print_result(result)
     return 0
 
@@ -135,7 +145,8 @@ def print_result(result: Any) -> None:
     chosen = f"test data, round {result.best_round}"
     print(f"({chosen}{', chosen on validation data' if len(result.setup.validation) else ''})")
     if result.path:
-        print(f"report: {result.path / 'report.html'}    files: {result.path}")
+        page = result.path / "report.html"
+        print(f"report: {page}    files: {result.path}" if page.exists() else f"files: {result.path}")
 
 
 def compare(arguments: list[str]) -> int:
@@ -160,7 +171,7 @@ def compare(arguments: list[str]) -> int:
     base = experiment_from(options.experiment, extra)
     root = Path(options.out) if options.out else runner.DEFAULT_ROOT / f"compare-{base.name}"
     cells = grids.grid(base, grids.parse_vary(options.vary), options.seeds, root)
-    bar = None if options.quiet else Progress(base.rounds * len(cells), base.name)
+    bar = None if options.quiet else Progress(sum(c.experiment.rounds for c in cells), base.name)
     ran = grids.run_grid(
         cells,
         data_dir=options.data_dir,
@@ -173,18 +184,9 @@ def compare(arguments: list[str]) -> int:
     print(f"{len(ran)} runs done now, {len(cells) - len(ran)} were finished before.")
     print(grids.render(table))
     grids.write_csv(table, root / "table.csv")
-    report_of(sorted({c.path for c in cells}), root / "report.html")
+    if page := runner.write_report(*(c.path for c in cells), out=root / "report.html"):
+        print(f"report: {page}")
     return 0
-
-
-def report_of(paths: Sequence[Path], out: Path) -> None:
-    """Write one report over several runs and say where; say what to install where the extra is missing."""
-    try:
-        from .report import write
-    except ImportError:
-        print('no report: pip install "fedbayes[report]" adds it.')
-        return
-    print(f"report: {write(paths, out)}")
 
 
 def demo(arguments: list[str]) -> int:

@@ -63,13 +63,23 @@ def grid(base: Experiment, axes: Mapping[str, Sequence[Any]], seeds: int | Seque
     numbers = [base.seed + i for i in range(seeds)] if isinstance(seeds, int) else list(seeds)
     if not numbers:
         raise ConfigError("--seeds must be at least 1.")
+    if "seed" in axes and len(numbers) > 1:
+        raise ConfigError("--vary seed=... and --seeds both choose seeds; use one of them.")
     cells = []
     for values in itertools.product(*axes.values()):
         changes = dict(zip(axes, values))
         label = " ".join(f"{k}={v}" for k, v in changes.items()) or base.name
         for seed in numbers:
-            experiment = config.override(base, {**changes, "seed": seed}, "--vary")
-            cells.append(Cell(label, changes, seed, experiment, root / f"{_slug(label)}-seed{seed}"))
+            experiment = config.override(base, {"seed": seed, **changes}, "--vary")
+            cells.append(
+                Cell(label, changes, experiment.seed, experiment, root / f"{_slug(label)}-seed{experiment.seed}")
+            )
+    first: dict[Path, Cell] = {}
+    for cell in cells:
+        if (other := first.setdefault(cell.path, cell)) is not cell:
+            raise ConfigError(
+                f"--vary: '{other.label}' and '{cell.label}' would share {cell.path}; give each value once."
+            )
     return cells
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import functools
 import inspect
 import itertools
@@ -15,10 +16,10 @@ import json
 import math
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 from .errors import ConfigError, nearest
 from .experiment import Experiment
@@ -60,6 +61,11 @@ def keys() -> dict[str, Key]:
     return found
 
 
+def sections() -> list[str]:
+    """Return the names of the sections."""
+    return list(dict.fromkeys(k.partition(".")[0] for k in keys() if "." in k))
+
+
 def _key(name: str, cls: type, field: str, default: Any) -> Key:
     return Key(name, typing.get_type_hints(cls)[field], default, _docs(cls).get(field, ""))
 
@@ -87,12 +93,26 @@ def read(name_or_file: str | Path) -> Experiment:
     if path.is_dir() and (path / "config.toml").exists():
         path = path / "config.toml"
     if path.is_file():
-        return loads(path.read_text(encoding="utf-8"), source=str(path))
+        return loads(_text(path), source=str(path))
     if str(name_or_file) in builtin_names():
         text = (resources.files("fedbayes") / "experiments" / f"{name_or_file}.toml").read_text(encoding="utf-8")
         return loads(text, source=f"built-in experiment {name_or_file}")
+    if path.is_dir():
+        raise ConfigError(f"'{name_or_file}' is a folder without config.toml: name a TOML file or a run directory.")
+    if path.suffix == ".toml":
+        raise ConfigError(f"'{name_or_file}': no such file; `fedbayes experiments` lists the built-in ones.")
     hint = nearest(str(name_or_file), builtin_names())
     raise ConfigError(f"'{name_or_file}' is neither a TOML file nor a built-in experiment; {hint}")
+
+
+def _text(path: Path) -> str:
+    """Read a TOML file; the byte-order mark that some editors write is no part of it."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: byte {error.start} is not UTF-8; save it as UTF-8.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}).") from None
 
 
 def loads(text: str, source: str = "configuration") -> Experiment:
@@ -107,12 +127,19 @@ def loads(text: str, source: str = "configuration") -> Experiment:
 def from_table(table: Mapping[str, Any], source: str = "configuration") -> Experiment:
     """Make an experiment of a nested table such as TOML gives; unknown keys and wrong types are refused."""
     flat: dict[str, Any] = {}
-    sections = {f.name for f in dataclasses.fields(Experiment)} - {k for k in keys() if "." not in k}
     for key, value in table.items():
-        if key in sections and isinstance(value, Mapping):
+        if not isinstance(value, Mapping):
+            flat[key] = value
+        elif key in sections():
             flat |= {f"{key}.{inner}": v for inner, v in value.items()}
+        elif key not in keys():
+            raise ConfigError(f"{source}: unknown section [{key}]; {nearest(key, sections())}")
         else:
             flat[key] = value
+    for name, value in flat.items():
+        key = _find(name, source)
+        if isinstance(value, str) and key.type is not str and get_origin(key.type) is not Literal:
+            raise ConfigError(f"{source}: '{key.name}' must be {_describe(key.type)}, not the text {value!r}.")
     return override(Experiment(), flat, source)
 
 
@@ -136,9 +163,27 @@ def _find(name: str, source: str) -> Key:
     full = f"{name}.{PRINCIPAL[name]}" if name in PRINCIPAL else name
     if full in known:
         return known[full]
-    leaf = [k for k in known if k.rpartition(".")[2] == name]
-    hint = f"did you mean '{leaf[0]}'?" if leaf else nearest(full, known)
-    raise ConfigError(f"{source}: unknown key '{name}'; {hint}")
+    raise ConfigError(f"{source}: unknown key '{name}'; {_nearest_key(name)}")
+
+
+def _nearest_key(name: str) -> str:
+    """Return the hint for an unknown key: the same key of another section, the closest one, or where to look."""
+    known, (section, _, leaf) = keys(), name.rpartition(".")
+    same = [k for k in known if k.rpartition(".")[2] == leaf]
+    if same:
+        *some, last = [f"'{k}'" for k in same]
+        return f"did you mean {', '.join(some)} or {last}?" if some else f"did you mean {last}?"
+    inside = [k for k in known if section and k.startswith(f"{section}.")]
+    for candidates, cutoff in ((inside, 0.6), (list(known), 0.7)):  # closest in its own section before any other
+        by_leaf = {k.rpartition(".")[2]: k for k in reversed(candidates)}
+        if close := difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=cutoff):
+            return f"did you mean '{by_leaf[close[0]]}'?"
+    if close := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+        return f"did you mean '{close[0]}'?"
+    if inside:
+        return f"the keys of [{section}] are: {', '.join(inside)}."
+    top = [k for k in known if "." not in k]
+    return f"valid are {', '.join(top)} and the sections {', '.join(sections())}; `fedbayes run --help` explains each."
 
 
 def coerce(key: Key, value: Any, source: str) -> Any:
@@ -153,7 +198,7 @@ def coerce(key: Key, value: Any, source: str) -> Any:
 
 
 def _convert(kind: Any, value: Any) -> Any:
-    origin = typing.get_origin(kind)
+    origin = get_origin(kind)
     if origin is Literal:
         if value in typing.get_args(kind):
             return value
@@ -208,7 +253,7 @@ _CONVERT = {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str}
 
 
 def _describe(kind: Any) -> str:
-    origin = typing.get_origin(kind)
+    origin = get_origin(kind)
     if origin is Literal:
         return "one of " + ", ".join(str(a) for a in typing.get_args(kind))
     if origin is tuple:
@@ -224,7 +269,7 @@ _RANGES: list[tuple[str, typing.Callable[[Any], bool], str]] = [
      "evaluation.bins objective.samples distill.batch_size partition.classes_per_client distill.swa_cycle "
      "sonar.sample_rate sonar.sites sonar.recordings pretrain.patience", lambda v: v >= 1, "at least 1"),
     ("seed partition.clients data.limit data.test_limit partition.minimum partition.minor_examples local.epochs_max "
-     "local.steps schedule.silent engine.lanes distill.samples distill.epochs distill.swa_start pretrain.epochs "
+     "local.steps schedule.silent engine.lanes engine.workers distill.samples distill.epochs distill.swa_start pretrain.epochs "
      "model.width objective.kl_anneal local.momentum local.weight_decay local.clip_norm objective.l2 "
      "objective.proximal objective.kl_weight privacy.clip privacy.noise fusion.max_update participation.deadline "
      "fusion.server_momentum local.sigma_learning_rate sonar.low sonar.high transport.nodes transport.wait", lambda v: v >= 0, "0 or more"),
@@ -237,7 +282,8 @@ _RANGES: list[tuple[str, typing.Callable[[Any], bool], str]] = [
     ("privacy.delta", lambda v: 0 < v < 1, "between 0 and 1"),
     ("local.betas", lambda v: all(0 <= b < 1 for b in v), "two numbers, each at least 0 and below 1"),
     ("schedule.milestones", lambda v: all(0 < m < 1 for m in v), "shares of the rounds between 0 and 1"),
-    ("name", lambda v: v.strip() != "" and "/" not in v and not v.startswith("."), "a name without '/'"),
+    ("transport.mask_bits", lambda v: v in (32, 64), "32 or 64"),
+    ("name", lambda v: v.strip() != "" and "/" not in v and not v.startswith(".") and min(v) >= " ", "a name without '/'"),
 ]  # fmt: skip
 
 
@@ -248,24 +294,35 @@ def check(experiment: Experiment, source: str = "configuration") -> None:
             value = get(experiment, name)
             if not possible(value):
                 raise ConfigError(f"{source}: '{name}' must be {words}, not {value!r}.")
-    e = experiment
+    for words in _contradictions(experiment):
+        raise ConfigError(f"{source}: {words}")
+
+
+def _contradictions(e: Experiment) -> Iterator[str]:
+    """Yield a sentence for every combination of values that cannot be."""
     if e.local.epochs < 1 and not e.local.steps and not e.local.epochs_max:
-        raise ConfigError(f"{source}: 'local.epochs' must be at least 1 (or give 'local.steps'), not {e.local.epochs}.")
+        yield f"'local.epochs' must be at least 1 (or give 'local.steps'), not {e.local.epochs}."
+    if e.local.optimizer == "sgd" and e.local.nesterov and not e.local.momentum:
+        yield "'local.nesterov' needs 'local.momentum' above 0."
+    if e.schedule.name == "exponential" and e.schedule.reading == "keep" and e.schedule.decay >= 1:
+        yield f"'schedule.decay' must be below 1 where 'schedule.reading' is keep, not {e.schedule.decay:g}."
     if e.objective.prior == "previous" and e.objective.prior_layers:
         yield "'objective.prior_layers' has no meaning where 'objective.prior' is previous."
     if e.partition.scheme == "column" and not e.partition.column:
-        raise ConfigError(f"{source}: 'partition.column' must name a column when 'partition.scheme' is column.")
+        yield "'partition.column' must name a column when 'partition.scheme' is column."
     if e.partition.scheme != "column" and e.partition.clients < 1:
-        raise ConfigError(f"{source}: 'partition.clients' must be at least 1, not {e.partition.clients}.")
-    taken = (
-        e.data.validation
-        + e.pretrain.fraction
-        + (e.distill.fraction if e.distill.enabled and not e.distill.data else 0)
-    )
-    if taken >= 1:
-        raise ConfigError(
-            f"{source}: 'data.validation', 'pretrain.fraction' and 'distill.fraction' together take {taken:g} of the "
-            "training data; they must leave some to the clients (below 1)."
+        yield f"'partition.clients' must be at least 1, not {e.partition.clients}."
+    for name, asked, why in (
+        ("pretrain.fraction", e.pretrain.fraction > 0, "to stop early"),
+        ("evaluation.refresh_batchnorm", e.evaluation.refresh_batchnorm, "as the server's data"),
+    ):
+        if asked and not e.data.validation:
+            yield f"'{name}' needs a validation set {why}: set 'data.validation' above 0."
+    distilled = e.distill.fraction if e.distill.enabled and not e.distill.data else 0
+    if (taken := e.data.validation + e.pretrain.fraction + distilled) >= 1:
+        yield (
+            f"'data.validation', 'pretrain.fraction' and 'distill.fraction' together take {taken:g} of the training "
+            "data; they must leave some to the clients (below 1)."
         )
 
 
@@ -298,7 +355,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     return repr(value)

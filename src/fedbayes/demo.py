@@ -8,6 +8,7 @@ from pathlib import Path
 
 from . import compare, config
 from .progress import Progress
+from .runner import write_report
 
 BASELINES: tuple[tuple[str, dict[str, str]], ...] = (
     ("FedAvg, deterministic", {"model.kind": "deterministic", "fusion.rule": "fedavg"}),
@@ -21,7 +22,7 @@ SHRINKING = ("ws", "conflation")
 def run_demo(out: Path, rounds: int | None = None) -> int:
     """Run the demo into ``out`` (a previous demo there is replaced) and print its table; returns an exit status."""
     base = config.read("digits")
-    if rounds:
+    if rounds is not None:
         base = config.override(base, {"rounds": rounds}, "demo")
     variants = [*BASELINES, *((f"Flipout, {rule}", {"fusion.rule": rule}) for rule in RULES)]
     cells = []
@@ -33,8 +34,8 @@ def run_demo(out: Path, rounds: int | None = None) -> int:
             shutil.rmtree(cell.path)
     p = base.partition
     print(
-        f"{p.clients} clients share 1,797 handwritten digits unequally (Dirichlet {p.alpha:g}); {len(cells)} federations of "
-        f"{base.rounds} rounds train together:"
+        f"{p.clients} clients with unequal class mixes (Dirichlet {p.alpha:g}) of real handwritten digits; {len(cells)} "
+        f"federations of {base.rounds} rounds train together:"
     )
     bar = Progress(base.rounds * len(cells), "demo")
     compare.run_grid(cells, listeners=lambda cell: [bar])
@@ -43,10 +44,9 @@ def run_demo(out: Path, rounds: int | None = None) -> int:
     print(compare.render(rows))
     print("\n" + verdict(rows))
     compare.write_csv(rows, out / "table.csv")
-    from .report import write
-
-    report = write([c.path for c in cells], out / "report.html")
-    print(f"\nreport: {report}\nrun files: {out}/ (config.toml, metrics.jsonl, final.safetensors of each run)")
+    page = write_report(*(c.path for c in cells), out=out / "report.html")
+    print(f"\nreport: {page}" if page else "")
+    print(f"run files: {out}/ (config.toml, metrics.jsonl, final.safetensors of each run)")
     return 0
 
 
@@ -59,10 +59,11 @@ def verdict(rows: Sequence[compare.Row]) -> str:
     best = max(alive, key=lambda n: alive[n].mean("accuracy"))
     smallest = min(shrunk, key=lambda n: shrunk[n].mean("sigma"))
     ratio = alive[best].mean("sigma") / max(shrunk[smallest].mean("sigma"), 1e-300)
+    ending = "they end as a point model that knows" if ratio > 1000 else "on the way to a point model, which knows"
     return (
         f"Averaging rules keep the posterior alive ({best}: {100 * alive[best].mean('accuracy'):.1f} % right beside "
         f"{100 * point.mean('accuracy'):.1f} % for the point model, mean sigma {alive[best].mean('sigma'):.2g}, epistemic "
         f"uncertainty {alive[best].mean('epistemic'):.2g}), while {' and '.join(shrunk)} shrink sigma round after round "
-        f"({smallest}: {shrunk[smallest].mean('sigma'):.2g}, {ratio:.3g} times less): they end as a point model that "
-        "knows nothing of what it does not know."
+        f"({smallest}: {shrunk[smallest].mean('sigma'):.2g}, {ratio:.3g} times less): {ending} nothing of what it does not "
+        "know."
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from . import uncertainty
+from .atomic import write_atomically
 from .data import Examples, Transform
 from .engine import predict
 from .experiment import Experiment
+from .nn import load_posterior
 from .posterior import Posterior
+from .seeds import derive
 
 SERVER = -1  # the "client" whose mean is subtracted from the server's inputs
 
@@ -40,7 +45,7 @@ class Evaluator:
         e = self.experiment
         return predict(
             self.model,
-            posterior,
+            self.refreshed(posterior, round) if e.evaluation.refresh_batchnorm else posterior,
             self.splits[split].inputs,
             self.transform,
             samples=self.samples,
@@ -49,6 +54,23 @@ class Evaluator:
             seed_address=(e.seed, "evaluate", round, split),
             engine=e.engine,
         )
+
+    def refreshed(self, posterior: Posterior, round: int) -> Posterior:
+        """Return the posterior with batch-norm statistics measured anew on the server's data, its validation inputs.
+
+        The average of the clients' statistics belongs to no network; one pass measures those of the fused one, under
+        noise at the address (seed, refresh, round).
+        """
+        from .distill.student import refresh_batchnorm
+
+        e, network = self.experiment, load_posterior(copy.deepcopy(self.model), posterior).cpu()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(e.seed, "refresh", round))
+            inputs = self.splits["validation"].inputs.cpu()
+            refresh_batchnorm(network, inputs, self.transform.to("cpu"), e.evaluation.batch_size)
+        state = network.state_dict()
+        points = {n: state[n].to(t.device) if n in state else t for n, t in posterior.points.items()}
+        return Posterior(posterior.gaussians, points, posterior.metadata)
 
     def __call__(self, posterior: Posterior, round: int, model: str = "global") -> list[dict[str, Any]]:
         """Return one ``evaluation`` event per split."""
@@ -96,12 +118,12 @@ class Evaluator:
         made = {}
         for split, examples in self.splits.items():
             made[split] = p = self.probabilities(posterior, split, round)
-            file = folder / f"predictions-{split.removeprefix('ood:')}.npz"
-            with open(file, "wb") as f:
-                np.savez_compressed(
-                    f,
-                    probabilities=p.to(torch.float32).numpy(),
-                    labels=examples.labels.cpu().numpy(),
-                    indices=np.arange(len(examples)),
-                )
+            blob = io.BytesIO()
+            np.savez_compressed(
+                blob,
+                probabilities=p.to(torch.float32).numpy(),
+                labels=examples.labels.cpu().numpy(),
+                indices=np.arange(len(examples)),
+            )
+            write_atomically(folder / f"predictions-{split.removeprefix('ood:')}.npz", blob.getvalue())
         return made

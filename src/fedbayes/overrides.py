@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from . import config
 from .errors import ConfigError
 from .experiment import Experiment
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are one sentence like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog.removeprefix('fedbayes ')}: {message}; `{self.prog} --help` tells more.")
 
 
 def experiment_from(name: str, extra: Sequence[str]) -> Any:
@@ -45,14 +52,18 @@ def _overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _help_with_fields(parser: argparse.ArgumentParser, name: str | None) -> None:
-    """Print the command's own options, then every field of the experiment with its default (tyro)."""
-    import tyro
-
+    """Print the command's own options, then every field of the experiment with its default (tyro, where it is there)."""
     parser.print_help()
     print("\nEvery field of the experiment can be overridden:\n")
     base = config.read(name) if name else Experiment()
     try:
-        tyro.cli(Experiment, default=base, args=["--help"], prog="fedbayes run EXPERIMENT", description="")
+        import tyro
+    except ImportError:  # a bare host
+        for key in config.keys().values():
+            print(f"  --{key.name.replace('_', '-')} (default: {config.get(base, key.name)!r})\n      {key.doc}")
+        return
+    try:
+        tyro.cli(Experiment, default=base, args=["--help"], prog=f"{parser.prog} EXPERIMENT", description="")
     except SystemExit:
         return
 

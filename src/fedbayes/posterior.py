@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save as _to_bytes
 from torch import Tensor
 
+from .atomic import write_atomically
 from .errors import PosteriorError
 
 
@@ -64,17 +64,7 @@ class Posterior:
     def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> Path:
         """Write a safetensors file, atomically: a reader finds the old file or the whole new one, never a torn one."""
         path = Path(path)
-        blob = self.to_bytes(metadata)
-        partial = path.with_name(path.name + ".part")
-        try:
-            with open(partial, "wb") as f:
-                f.write(blob)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(partial, path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        write_atomically(path, self.to_bytes(metadata))
         return path
 
     def to_bytes(self, metadata: Mapping[str, str] | None = None) -> bytes:
@@ -194,16 +184,22 @@ def _layout_faults(posterior: Posterior, reference: Posterior) -> Iterator[tuple
     ]
     kinds.append(("point", dict(posterior.points), dict(reference.points)))
     for kind, mine, expected in kinds:
-        for name in expected.keys() - mine.keys():
+        for name in sorted(expected.keys() - mine.keys()):
             other = name in posterior.points or name in posterior.gaussians
             yield name, f"should be a {kind} tensor but is not" if other else "is missing"
-        for name in mine.keys() - expected.keys():
+        for name in sorted(mine.keys() - expected.keys()):
             yield name, "is not a tensor of this model"
         for name, t in expected.items():
             if mine[name].shape != t.shape:
                 yield name, f"has shape {tuple(mine[name].shape)} where {tuple(t.shape)} is expected"
             if mine[name].dtype.is_floating_point != t.dtype.is_floating_point:
                 yield name, f"has type {mine[name].dtype} where {t.dtype} is expected"
+            if mine[name].dtype.is_complex:
+                yield name, f"has type {mine[name].dtype}; numbers must be real"
+    for name, g in posterior.gaussians.items():
+        for what, t in (("means", g.mean), ("variances", g.variance)):
+            if not t.is_floating_point():
+                yield name, f"has {what} of type {t.dtype}; a Gaussian's numbers must be floating-point"
 
 
 def _number_faults(posterior: Posterior, allow_zero_variance: bool) -> Iterator[tuple[str, str]]:

@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-from tqdm import tqdm
+
+class _Lines:
+    """What stands in for tqdm's bar on a bare host that has torch, numpy and safetensors alone: a line a round."""
+
+    def __init__(self, total: int, desc: str) -> None:
+        self.n, self.total, self.desc, self._shown = 0, total, desc, ""
+
+    def update(self, n: int = 1) -> None:
+        self.n += n
+        print(f"{self.desc}: round {self.n} of {self.total}{self._shown}", file=sys.stderr)
+
+    def write(self, text: str) -> None:
+        print(text)
+
+    def set_postfix(self, shown: dict[str, str]) -> None:
+        self._shown = "".join(f", {k} {v}" for k, v in shown.items())
+
+    def close(self) -> None:
+        pass
+
+
+def _bar(total: int, name: str) -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return _Lines(total, name)
+    return tqdm(total=total, desc=name, unit="round", dynamic_ncols=True, leave=False, delay=0.5)
 
 
 class Progress:
     """A listener for ``Federation`` that shows a bar; closes itself at the run's end."""
 
     def __init__(self, rounds: int, name: str) -> None:
-        self._bar = tqdm(total=rounds, desc=name, unit="round", dynamic_ncols=True, leave=False, delay=0.5)
+        self._bar = _bar(rounds, name)
         self._shown: dict[str, str] = {}
 
     def __call__(self, event: dict[str, Any]) -> None:

@@ -7,11 +7,10 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import fcntl
 import json
 import os
-import tempfile
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,42 +21,33 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from . import config
+from .atomic import not_written, write_atomically
+from .checkpoint import unpack
 from .errors import RunError
 from .experiment import Experiment
 
 FILES_OF_A_RUN = ("config.toml", "metrics.jsonl", "checkpoint.safetensors")
-
-
-def write_atomically(path: Path, blob: bytes) -> None:
-    """Write a file so that a reader, or a crash at any moment, sees the old content or the new, never a torn one."""
-    handle, partial = tempfile.mkstemp(prefix=path.name + ".", suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as f:
-            f.write(blob)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        Path(partial).unlink(missing_ok=True)
-        if error.errno == errno.ENOSPC:
-            raise RunError(
-                f"{path}: the disk is full; the previous version of this file is whole. Free some space and continue "
-                "with --resume."
-            ) from None
-        raise
+_LEFTOVER = re.compile(r"\.(safetensors|toml|json|npz|html)\.\d+\.part$")
+"""What a kill in the middle of ``write_atomically`` leaves; nothing else that may lie in the directory is touched."""
 
 
 class RunDirectory:
     """One run's directory, held by this process alone while it is open.
 
     ``resume=False`` refuses a directory that already holds a run (nothing is ever overwritten by accident);
-    ``resume=True`` continues one, and starts it when there is nothing to continue.
+    ``resume=True`` continues one, and starts it when there is nothing to continue. ``lanes`` is the lane count its
+    ``config.toml`` names (0: left open), ``workers`` the number of processes.
     """
+
+    lanes = workers = 0
 
     def __init__(self, path: str | Path, experiment: Experiment, *, resume: bool = False) -> None:
         self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = self._take_lock()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = self._take_lock()
+        except OSError as error:
+            raise not_written(self.path, error) from None
         try:
             self._open(experiment, resume)
         except BaseException:
@@ -68,7 +58,7 @@ class RunDirectory:
         handle = open(self.path / ".lock", "a+")  # noqa: SIM115 - held until close
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             handle.seek(0)
             owner = handle.read().strip() or "unknown"
             handle.close()
@@ -93,25 +83,30 @@ class RunDirectory:
             stored = config.read(self.path / "config.toml")
             refuse_another_configuration(self.path, stored, experiment)
             self._refuse_to_shorten(experiment)
-            experiment = with_lanes(experiment, experiment.engine.lanes or stored.engine.lanes)
+            if not experiment.engine.lanes:
+                workers = experiment.engine.workers or stored.engine.workers
+                experiment = with_lanes(experiment, stored.engine.lanes, workers)
         for leftover in self.path.glob("*.part"):
-            leftover.unlink()
+            if _LEFTOVER.search(leftover.name):
+                leftover.unlink()
+        self.lanes, self.workers = experiment.engine.lanes, experiment.engine.workers
         self.write_config(experiment)
 
     def _refuse_to_shorten(self, experiment: Experiment) -> None:
-        """Raise where resuming would falsify or erase a finished run: fewer rounds than it has, or no checkpoint."""
+        """Raise where resuming would falsify or erase a run: fewer rounds than it has, or finished without a checkpoint."""
         end = next((e for e in self.events() if e["kind"] == "end"), None)
-        if end is None:
-            return
-        if end["rounds"] > experiment.rounds:
+        loaded = self.load_checkpoint()
+        done = end["rounds"] if end else unpack(*loaded)["round"] if loaded else 0
+        state = "a finished run" if end else "a run"
+        if done > experiment.rounds:
             raise RunError(
-                f"{self.path} holds a finished run of {end['rounds']} rounds; 'rounds' = {experiment.rounds} cannot take "
-                "any back: resume it with as many or more, or choose another directory with --out."
+                f"{self.path} holds {state} of {done} rounds; 'rounds' = {experiment.rounds} cannot take any back: "
+                "resume it with as many or more, or choose another directory with --out."
             )
-        if not (self.path / "checkpoint.safetensors").exists():
+        if end and not loaded:
             raise RunError(
-                f"{self.path} holds a finished run of {end['rounds']} rounds but no checkpoint.safetensors to resume "
-                "from; choose another directory with --out, or remove this one to start again."
+                f"{self.path} holds {state} of {done} rounds but no checkpoint.safetensors to resume from; choose "
+                "another directory with --out, or remove this one to start again."
             )
 
     def write_config(self, experiment: Experiment) -> None:
@@ -131,10 +126,19 @@ class RunDirectory:
     # -- metrics ---------------------------------------------------------------------------------------------
 
     def log(self, event: Mapping[str, Any]) -> None:
-        """Append one event to ``metrics.jsonl``; it is on disk when this returns."""
-        line = json.dumps(_plain(event), allow_nan=False) + "\n"
-        with open(self.path / "metrics.jsonl", "ab") as f:
-            f.write(line.encode())
+        """Append one event to ``metrics.jsonl``; a kill of this process cannot lose it once this returns."""
+        self._append(json.dumps(_plain(event), allow_nan=False) + "\n")
+
+    def _append(self, text: str, *, sync: bool = False) -> None:
+        file = self.path / "metrics.jsonl"
+        try:
+            with open(file, "ab") as f:
+                f.write(text.encode())
+                if sync:
+                    f.flush()
+                    os.fsync(f.fileno())
+        except OSError as error:
+            raise not_written(file, error) from None
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the events logged so far."""
@@ -148,6 +152,11 @@ class RunDirectory:
     def truncate_metrics(self, size: int) -> None:
         """Drop what was logged after a checkpoint: those rounds are about to be run again."""
         file = self.path / "metrics.jsonl"
+        if self.metrics_size() < size:
+            raise RunError(
+                f"{file} is shorter than when the checkpoint was written, so earlier rounds would be missing from it; "
+                "put it back, or remove checkpoint.safetensors to start the run again from its beginning."
+            )
         if file.exists():
             os.truncate(file, size)
 
@@ -157,6 +166,7 @@ class RunDirectory:
         """Replace the checkpoint: tensors by name and a JSON-able state, in one file."""
         ready = {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
         blob = to_bytes(ready, metadata={"state": json.dumps(_plain(state))})
+        self._append("", sync=True)  # the checkpoint counts on the length of metrics.jsonl, power cuts included
         write_atomically(self.path / "checkpoint.safetensors", blob)
 
     def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -176,7 +186,9 @@ class RunDirectory:
 
 def refuse_another_configuration(path: Path, stored: Experiment, wanted: Experiment) -> None:
     """Raise unless a directory's run is the wanted one; rounds may be added, and a lane count left open was chosen."""
-    free = {"rounds", "checkpoint_every", "name"} | ({"engine.lanes"} if not wanted.engine.lanes else set())
+    free = {"rounds", "checkpoint_every", "name"}
+    if not wanted.engine.lanes:
+        free |= {"engine.lanes"} | ({"engine.workers"} if not wanted.engine.workers else set())
     before, now = config.flatten(stored), config.flatten(wanted)
     changed = [key for key in now if before[key] != now[key] and key not in free]
     if changed:
@@ -186,9 +198,9 @@ def refuse_another_configuration(path: Path, stored: Experiment, wanted: Experim
         )
 
 
-def with_lanes(experiment: Experiment, lanes: int) -> Experiment:
-    """Return the experiment with its lane count set."""
-    return dataclasses.replace(experiment, engine=dataclasses.replace(experiment.engine, lanes=lanes))
+def with_lanes(experiment: Experiment, lanes: int, workers: int) -> Experiment:
+    """Return the experiment with its numbers of lanes and of processes set."""
+    return dataclasses.replace(experiment, engine=dataclasses.replace(experiment.engine, lanes=lanes, workers=workers))
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

@@ -15,18 +15,16 @@ from torch import nn
 
 from . import seeds
 from .cohort import Assignment, Cohort
-from .data import (
-    Dataset,
-)  # fmt: skip
-from .engine import LocalCohort
-from .errors import ConfigError, RunError
+from .data import Dataset
+from .engine import LocalCohort, resolve_device
+from .errors import FedBayesError, RunError
 from .evaluation import Evaluator
 from .experiment import Experiment
 from .federation import Event, Federation, run_together
 from .objective import kl_divisor, layered_prior
 from .posterior import Posterior
 from .rundir import RunDirectory, fresh_directory, with_lanes, write_atomically
-from .setup import Setup, about, captures_moment, partition_json, prepare
+from .setup import Setup, about, captures_moment, corrects_moment, partition_json, prepare
 
 if TYPE_CHECKING:
     from .predictor import Predictor
@@ -83,6 +81,7 @@ def local_cohort(setups: Sequence[Setup]) -> LocalCohort:
         e.engine,
         samples=e.objective.samples,
         capture_moment=captures_moment(e),
+        moment_bias_correction=corrects_moment(e),
     )
 
 
@@ -115,16 +114,12 @@ def pretrain(setup: Setup, listeners: Sequence[Callable[[Event], None]] = ()) ->
     Epoch by epoch; stops after ``patience`` epochs without a better validation accuracy and returns the best.
     """
     e = setup.experiment
-    lone = dataclasses.replace(e, engine=dataclasses.replace(e.engine, lanes=1))
-    server = dataclasses.replace(setup, experiment=lone, shards=[setup.server])
-    cohort = LocalCohort(setup.model, setup.dataset.train, [setup.server], setup.transform,
-                         dataclasses.replace(e.local, keep_state=True), lone.engine, samples=e.objective.samples)  # fmt: skip
-    judge = Evaluator(setup.model, server.splits(), setup.transform, e)
-    if "validation" not in judge.splits:
-        raise ConfigError(
-            "'pretrain.fraction' needs a validation set for early stopping: set 'data.validation' above 0."
-        )
-    judge.splits = {"validation": judge.splits["validation"]}
+    own = dataclasses.replace(setup.transform, shift=setup.transform.shift[-1:])  # the server's mean, not client 0's
+    captured = e.engine.compile and resolve_device(e.engine.device).type == "cuda"
+    lone = dataclasses.replace(e.engine, lanes=2 if captured else 1)  # one lane of a captured step, or the plain loop
+    cohort = LocalCohort(setup.model, setup.dataset.train, [setup.server], own,
+                         dataclasses.replace(e.local, keep_state=True), lone, samples=e.objective.samples)  # fmt: skip
+    judge = Evaluator(setup.model, {"validation": setup.splits()["validation"]}, setup.transform, e)
     best, best_accuracy, waited, posterior = setup.start, -math.inf, 0, setup.start
     size = len(setup.server)
     prior = layered_prior(setup.start, e.objective.prior_std, e.objective.prior_layers)
@@ -179,17 +174,26 @@ def run(
     listeners: Sequence[Callable[[Event], None]] = (),
     report: bool = True,
     write: bool = True,
+    track: str | None = None,
 ) -> Result:
     """Run one experiment and return its result.
 
     ``out`` is the run directory (default: a fresh one under ``runs/``); ``write=False`` writes nothing at all;
     ``resume=True`` continues the run that ``out`` holds. ``dataset`` and ``model`` are your own, see ``prepare``.
+    ``track="tensorboard"`` writes the same numbers for TensorBoard too.
     """
     if resume and out is None:
         raise RunError("nothing to resume: name the run directory with --out (out=).")
     setup = prepare(experiment, data_dir=data_dir, dataset=dataset, model=model)
+    cohort = local_cohort([setup])
+    make_federation(setup, cohort, None)  # what cannot be is refused here, before a directory is made for it
     path = None if not write else Path(out) if out is not None else fresh_directory(DEFAULT_ROOT, experiment.name)
-    return run_setups([Launch(setup, path, resume, list(listeners))], report=report)[0]
+    listeners = list(listeners)
+    if track:
+        from .track import tracker
+
+        listeners.append(tracker(track, path))
+    return run_with(cohort, [Launch(setup, path, resume, listeners)], report=report)[0]
 
 
 def run_setups(launches: Sequence[Launch], *, report: bool = True) -> list[Result]:
@@ -209,8 +213,11 @@ def run_with(cohort: Cohort, launches: Sequence[Launch], *, report: bool = True)
             directories.append(
                 RunDirectory(launch.path, launch.setup.experiment, resume=launch.resume) if launch.path else None
             )
+        _keep_lanes(cohort, directories)
+        pretrained: dict[Any, tuple[Posterior, list[Event]]] = {}
         federations = [
-            _start(launch, directory, cohort, i) for i, (launch, directory) in enumerate(zip(launches, directories))
+            _start(launch, directory, cohort, i, pretrained)
+            for i, (launch, directory) in enumerate(zip(launches, directories))
         ]
         _write_lanes(cohort, federations)
         run_together(federations)
@@ -232,6 +239,13 @@ def run_with(cohort: Cohort, launches: Sequence[Launch], *, report: bool = True)
     return results
 
 
+def _keep_lanes(cohort: Cohort, directories: Sequence[RunDirectory | None]) -> None:
+    """Take a lane count that was left open from a run directory that has one: it was chosen before the run was killed."""
+    stored = next(((d.lanes, d.workers) for d in directories if d is not None and d.lanes), None)
+    if isinstance(cohort, LocalCohort) and stored and not cohort.lanes:
+        cohort.restore({"lanes": stored[0], "workers": stored[1]})
+
+
 def _write_lanes(cohort: Cohort, federations: Sequence[Federation]) -> None:
     """Resolve a lane count that was left open and write it into the configurations: noise depends on it."""
     if not isinstance(cohort, LocalCohort) or cohort.lanes:
@@ -242,10 +256,16 @@ def _write_lanes(cohort: Cohort, federations: Sequence[Federation]) -> None:
     lanes = cohort.resolve(tasks)
     for federation in federations:
         if federation.directory is not None:
-            federation.directory.write_config(with_lanes(federation.experiment, lanes))
+            federation.directory.write_config(with_lanes(federation.experiment, lanes, cohort.workers))
 
 
-def _start(launch: Launch, directory: RunDirectory | None, cohort: Cohort, run: int) -> Federation:
+def _start(
+    launch: Launch,
+    directory: RunDirectory | None,
+    cohort: Cohort,
+    run: int,
+    pretrained: dict[Any, tuple[Posterior, list[Event]]],
+) -> Federation:
     setup = launch.setup
     federation = make_federation(setup, cohort, directory, launch.listeners, run)
     if launch.resume and federation.restore():
@@ -256,10 +276,37 @@ def _start(launch: Launch, directory: RunDirectory | None, cohort: Cohort, run: 
         from .predictor import save_card
 
         save_card(directory.path, setup.experiment, setup.dataset, setup.transform, setup.model)
-    if len(setup.server):
-        federation.posterior = pretrain(setup, launch.listeners)
     federation.start(about(setup))
+    if len(setup.server):
+        told = [*([directory.log] if directory else []), *launch.listeners]
+        federation.posterior = _pretrained(setup, told, pretrained)
     return federation
+
+
+def _pretrained(
+    setup: Setup, listeners: Sequence[Callable[[Event], None]], known: dict[Any, tuple[Posterior, list[Event]]]
+) -> Posterior:
+    """Pre-train, or take the result and the events of a run of this launch that pre-trains alike."""
+    key = _pretraining(setup)
+    if key in known:
+        for event in known[key][1]:
+            for listener in listeners:
+                listener(event)
+    else:
+        events: list[Event] = []
+        known[key] = pretrain(setup, [events.append, *listeners]), events
+    return known[key][0]
+
+
+def _pretraining(setup: Setup) -> tuple[Experiment, bytes, bytes]:
+    """Return what pre-training depends on: runs of one launch that agree in it (rules compared, say) share its result."""
+    e = setup.experiment
+    alike = Experiment(
+        seed=e.seed, data=e.data, model=e.model, pretrain=e.pretrain, engine=e.engine, evaluation=e.evaluation,
+        local=dataclasses.replace(e.local, epochs=1, epochs_max=0, steps=0),
+        objective=dataclasses.replace(e.objective, prior="fixed", proximal=0.0, kl_anneal=0), sonar=e.sonar,
+    )  # fmt: skip
+    return alike, setup.server.tobytes(), setup.validation.tobytes()
 
 
 def _finish(federation: Federation) -> None:
@@ -270,11 +317,12 @@ def _finish(federation: Federation) -> None:
     federation.finish()
 
 
-def write_report(path: Path) -> Path | None:
-    """Write ``report.html`` where the report extra is installed; say in one line where it is not."""
+def write_report(*paths: Path, out: Path | None = None) -> Path | None:
+    """Write the report of one run or of several; where it cannot be written, say why: the run itself is safe and done."""
     try:
         from .report import write
-    except ImportError:
-        print('report.html was not written: pip install "fedbayes[report]" adds it.')
+
+        return write(list(paths), out)
+    except (ImportError, FedBayesError) as error:
+        print(f"report.html was not written: {error}")
         return None
-    return write([path])

@@ -171,6 +171,12 @@ def test_unequal_dirichlet_meets_a_minimum_no_draw_would():
     assert sizes == [100] * 10
 
 
+def test_a_thousand_clients_with_tiny_alpha_end_too():
+    train = examples(np.repeat(np.arange(100), 500))
+    sizes = [len(s) for s in partition(Partition("dirichlet-unequal", clients=1000, alpha=1e-3), train, 0)]
+    assert (len(sizes), min(sizes), sum(sizes)) == (1000, 10, 50_000)
+
+
 def test_quantity_skews_sizes_not_classes():
     shards = partition(Partition(scheme="quantity", alpha=0.5), CIFAR, 1)
     held = counts(shards, CIFAR)
@@ -232,6 +238,8 @@ def test_seed_decides(scheme):
         (Partition(alpha=0.0), "partition.alpha must be a positive number"),
         (Partition(alpha=float("nan")), "partition.alpha must be a positive number"),
         (Partition(scheme="dirichlet-unequal", minimum=101), "at most 9 clients"),
+        (Partition(scheme="quantity", minimum=1001), "even one client would need 1001"),
+        (Partition(scheme="odd-one", clients=1000), "leaves 980 for 999 others"),
         (Partition(scheme="quantity", minimum=0), "partition.minimum must be at least 1"),
         (Partition(scheme="shards", classes_per_client=11), "between 1 and the 10 classes"),
         (Partition(scheme="shards", clients=3), "at least 5 clients or 4 classes"),

@@ -68,6 +68,19 @@ def test_central_training_is_one_client(tmp_path):
         (["data", "check", "mnits"], "mnist"),
         (["deploy", "digits"], "--local"),
         (["report", "/nowhere"], "/nowhere"),
+        (["run"], "experiment"),
+        (["data", "lst"], "fetch"),
+        (["demo", "--rounds", "0"], "at least 1"),
+        (["compare", "digits", "--seeds", "two"], "--seeds"),
+        (["compare", "digits", "--vary", "fusion=nwa,nwa"], "give each value once"),
+        (["compare", "digits", "--vary", "seed=1,2", "--seeds", "2"], "use one of them"),
+        (["run", "digits", "--out", "/dev/null/run", "--rounds", "1"], "/dev/null/run cannot be written"),
+        (["run", "digits", "--pretrain.fraction", "0.1", "--data.validation", "0"], "data.validation"),
+        (["run", "digits", "--privacy.noise", "1"], "privacy.clip"),
+        (["run", "digits", "--fusion.private", "--fusion.weighting", "max-discrepancy"], "fusion.weighting"),
+        (["run", "digits", "--distill.enabled", "--distill.swa-cycle", "100000"], "distill.swa_start"),
+        (["run", "digits", "--track", "tensorboard", "--partition.clients", "5000"], "5000"),
+        (["data", "fetch", "mnist", "--data-dir", "/dev/null"], "/dev/null"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_leaves_nothing(arguments, words, tmp_path, monkeypatch, capsys):
@@ -76,6 +89,7 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(arguments, words, tmp_path
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+    assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,8 @@
 """Experiments in and out of TOML; every mistake answered by one sentence with key, file and nearest valid one."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -53,7 +55,19 @@ def test_any_values_survive_toml(seed, lr, name, classes, keep):
         ("[data]\nvalidation = 0.6\n[pretrain]\nfraction = 0.5", ["pretrain.fraction", "1.1"]),
         ("[partition]\nscheme = 'column'", ["partition.column"]),
         ("[partition]\nclients = 0", ["partition.clients", "at least 1"]),
+        ("[partition]\nclients = 0.5", ["partition.clients", "whole number"]),
         ("rounds = ", ["my.toml", "TOML"]),
+        ("rounds = '20'", ["rounds", "whole number", "text '20'"]),
+        ("[local]\nbetas = '0.9,0.99'", ["local.betas", "list of 2"]),
+        ("[partitoin]\nalpha = 1", ["section [partitoin]", "'partition'"]),
+        ("[partition]\nfoo = 1", ["partition.foo", "the keys of [partition] are", "partition.alpha"]),
+        ("epochs = 3", ["'local.epochs', 'pretrain.epochs' or 'distill.epochs'"]),
+        ("zzzz = 3", ["valid are name, seed, rounds", "sections data, partition"]),
+        ("[data]\nvalidation = 0\n[pretrain]\nfraction = 0.1", ["pretrain.fraction", "data.validation"]),
+        ("[data]\nvalidation = 0\n[evaluation]\nrefresh_batchnorm = true", ["evaluation.refresh_batchnorm"]),
+        ("[local]\noptimizer = 'sgd'\nnesterov = true\nmomentum = 0", ["local.nesterov", "local.momentum"]),
+        ("[schedule]\nname = 'exponential'\nreading = 'keep'\ndecay = 1.5", ["schedule.decay", "below 1"]),
+        ("[transport]\nmask_bits = 16", ["transport.mask_bits", "32 or 64"]),
     ],
 )
 def test_mistakes_are_named(text, words):
@@ -84,6 +98,25 @@ def test_builtin_experiments_are_valid_and_named_alike():
 def test_unknown_experiment_names_the_nearest():
     with pytest.raises(ConfigError, match="digits"):
         config.read("digts")
+
+
+def test_files_that_are_no_experiments(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "latin.toml").write_bytes('name = "é"'.encode("latin-1"))
+    for name, words in (("folder", "without config.toml"), ("none.toml", "no such file"), ("latin.toml", "not UTF-8")):
+        with pytest.raises(ConfigError, match=words):
+            config.read(tmp_path / name)
+    (tmp_path / "marked.toml").write_bytes(b"\xef\xbb\xbfrounds = 7\r\n")  # as some editors save it
+    assert config.read(tmp_path / "marked.toml").rounds == 7
+
+
+def test_every_field_is_used_somewhere():
+    """A field that nothing reads is a promise that nothing keeps."""
+    package = Path(config.__file__).parent
+    outside = [p for p in package.rglob("*.py") if p.name not in ("experiment.py", "config.py", "readings.py")]
+    source = "\n".join(p.read_text(encoding="utf-8") for p in outside)
+    unread = [k for k in sorted(config.keys()) if not re.search(rf"\.{k.rpartition('.')[2]}\b", source)]
+    assert unread == []
 
 
 def test_experiment_is_frozen():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fedbayes import config, rundir
+from fedbayes.checkpoint import pack
 from fedbayes.errors import RunError
 from fedbayes.experiment import Experiment
 from fedbayes.rundir import RunDirectory, fresh_directory, read_events
@@ -54,6 +55,45 @@ def test_a_finished_run_is_neither_shortened_nor_erased(tmp_path):
     assert [e["rounds"] for e in read_events(tmp_path)] == [3]
 
 
+def test_an_unfinished_run_is_not_shortened_either(tmp_path):
+    with RunDirectory(tmp_path, config.override(EXPERIMENT, {"rounds": 6})) as d:
+        d.save_checkpoint(*pack({"round": 4}))
+    with pytest.raises(RunError, match=r"a run of 4 rounds.*cannot take any back"):
+        RunDirectory(tmp_path, config.override(EXPERIMENT, {"rounds": 3}), resume=True)
+    assert config.read(tmp_path / "config.toml").rounds == 6
+
+
+def test_metrics_shorter_than_the_checkpoint_knows_are_not_stretched(tmp_path):
+    with RunDirectory(tmp_path, EXPERIMENT) as d:
+        d.log({"kind": "a"})
+        with pytest.raises(RunError, match=r"metrics\.jsonl is shorter"):
+            d.truncate_metrics(d.metrics_size() + 1)
+        assert [e["kind"] for e in d.events()] == ["a"]
+
+
+def test_only_its_own_leftovers_are_swept(tmp_path):
+    (tmp_path / "config.toml.123.part").write_bytes(b"torn")
+    (tmp_path / "holiday.mp4.part").write_bytes(b"somebody's download")
+    RunDirectory(tmp_path, EXPERIMENT).close()
+    assert sorted(p.name for p in tmp_path.glob("*.part")) == ["holiday.mp4.part"]
+
+
+def test_files_are_readable_by_whom_the_umask_lets(tmp_path):
+    before = os.umask(0o022)
+    try:
+        RunDirectory(tmp_path, EXPERIMENT).close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "config.toml").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("place", ["file", "file/inside"])
+def test_a_place_that_cannot_be_a_directory_is_named(tmp_path, place):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunError, match=f"{place} cannot be written"):
+        RunDirectory(tmp_path / place, EXPERIMENT)
+
+
 def test_metrics_are_written_line_by_line_and_torn_lines_left_out(tmp_path):
     with RunDirectory(tmp_path, EXPERIMENT) as d:
         d.log({"kind": "a", "value": torch.tensor(1.5), "nan": float("nan")})
@@ -82,9 +122,16 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
         def full(_):
             raise OSError(errno.ENOSPC, "No space left on device")
 
+        def full_open(*_):
+            full(_)
+
         monkeypatch.setattr(rundir.os, "fsync", full)
         with pytest.raises(RunError, match="disk is full"):
             d.save_checkpoint({"x": torch.ones(2)}, {"round": 2})
+        monkeypatch.undo()
+        monkeypatch.setattr("builtins.open", full_open)
+        with pytest.raises(RunError, match=r"metrics\.jsonl: the disk is full"):
+            d.log({"kind": "a"})
         monkeypatch.undo()
         assert d.load_checkpoint()[1] == {"round": 1}
         assert list(tmp_path.glob("*.part")) == []

@@ -107,8 +107,46 @@ def test_pretraining_stops_early_and_is_the_start():
     assert not start.same_bits(s.start)
     judge = runner.make_federation(s, runner.local_cohort([s]), None).judge
     assert judge(start, 1)[0]["metrics"]["accuracy"] > judge(s.start, 1)[0]["metrics"]["accuracy"]
-    with pytest.raises(ConfigError, match="validation"):
-        runner.pretrain(runner.prepare(small(pretrain__fraction=0.3, data__validation=0)))
+
+
+def test_pretraining_is_on_record_and_uses_the_servers_mean(tmp_path):
+    e = small(pretrain__fraction=0.3, pretrain__epochs=2, data__mean="client", rounds=1)
+    fedbayes.run(e, tmp_path / "a", report=False)
+    kinds = [event["kind"] for event in read_events(tmp_path / "a")]
+    assert kinds[:4] == ["start", "pretrain", "pretrain", "round"]
+    s = runner.prepare(e)
+    start = runner.pretrain(s)
+    s.transform.shift[:-1] += 100.0  # the clients' means are no business of the server
+    assert runner.pretrain(s).same_bits(start)
+
+
+def test_a_lane_count_chosen_before_a_kill_is_kept(tmp_path):
+    fedbayes.run(small(engine__lanes=3), tmp_path / "a", report=False)
+    for name in ("checkpoint.safetensors", "metrics.jsonl"):  # killed in the first round
+        (tmp_path / "a" / name).unlink()
+    resumed = fedbayes.run(small(engine__lanes=0), tmp_path / "a", resume=True, report=False)
+    assert config.read(tmp_path / "a").engine.lanes == 3
+    assert {e["engine"]["lanes"] for e in resumed.events if e["kind"] == "round"} == {3}
+
+
+def test_batch_norm_statistics_can_be_measured_on_the_servers_data():
+    """The refreshed statistics are the mean and variance of the first layer's outputs on the validation inputs."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), torch.nn.BatchNorm1d(8),
+                                  torch.nn.ReLU(), torch.nn.Linear(8, 10))  # fmt: skip
+    s = runner.prepare(small(evaluation__refresh_batchnorm=True, fusion="fedavg"), model=network)
+    judge = runner.make_federation(s, runner.local_cohort([s]), None).judge
+    fresh = judge.refreshed(s.start, 1)
+    x = s.transform(s.dataset.train.take(s.validation).inputs, client=-1).flatten(1)
+    y = x @ s.start.points["1.weight"].T + s.start.points["1.bias"]
+    torch.testing.assert_close(fresh.points["2.running_mean"], y.mean(0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fresh.points["2.running_var"], y.var(0), rtol=1e-4, atol=1e-5)
+    off = dataclasses.replace(
+        s.experiment, evaluation=dataclasses.replace(s.experiment.evaluation, refresh_batchnorm=False)
+    )
+    plain = runner.make_federation(dataclasses.replace(s, experiment=off), runner.local_cohort([s]), None).judge
+    assert torch.equal(plain.probabilities(fresh, "test", 1), judge.probabilities(s.start, "test", 1))
+    assert not torch.equal(plain.probabilities(s.start, "test", 1), judge.probabilities(s.start, "test", 1))
 
 
 def test_shared_launch_equals_separate_runs():
@@ -143,6 +181,12 @@ def test_a_grid_runs_once_and_is_averaged(tmp_path):
     other = compare.grid(small(rounds=1, local__learning_rate=0.5), {"fusion": ["nwa", "ws"]}, 2, tmp_path)
     with pytest.raises(RunError, match="learning_rate"):
         compare.run_grid(other)
+
+
+def test_seeds_can_be_an_axis(tmp_path):
+    cells = compare.grid(small(), {"seed": ["4", "9"]}, 1, tmp_path)
+    assert [c.experiment.seed for c in cells] == [4, 9]
+    assert [c.seed for c in cells] == [4, 9]
 
 
 def test_a_wrong_value_stops_a_grid_before_it_starts(tmp_path):

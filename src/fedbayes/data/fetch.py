@@ -32,8 +32,10 @@ class _Progress:
     def __init__(self, show: bool, label: str, total: int, done: int) -> None:
         self._bar = None
         if show:
-            from tqdm import tqdm  # only the command line needs it
-
+            try:
+                from tqdm import tqdm  # only the command line needs it
+            except ImportError:
+                return
             self._bar = tqdm(
                 desc=label, total=total or None, initial=done, unit="B", unit_scale=True, unit_divisor=1024
             )

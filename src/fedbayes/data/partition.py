@@ -86,9 +86,9 @@ def _enough(config: Partition, n: int, each: int = 1) -> None:
     if each < 1:
         raise ConfigError(f"partition.minimum must be at least 1 (a client without examples cannot train), not {each}.")
     if config.clients * each > n:
+        way_out = f"ask for at most {n // each} clients" if n >= each else f"even one client would need {each}"
         raise DataError(
-            f"{n} examples cannot be shared among {config.clients} clients with at least {each} each; "
-            f"ask for at most {n // each} clients."
+            f"{n} examples cannot be shared among {config.clients} clients with at least {each} each; {way_out}."
         )
 
 
@@ -165,8 +165,9 @@ def _fill(mix: np.ndarray, left: np.ndarray, size: int, rng: np.random.Generator
     return counts
 
 
-_TRIES = 1000
-"""Draws of ``dirichlet-unequal`` before the best one so far is mended."""
+_TRIES, _CELLS = 1000, 2_000_000
+"""Draws of ``dirichlet-unequal`` before the best one so far is mended: so many, or as fill so many cells of the table
+(clients x classes), which keeps the hopeless cases of a thousand clients to seconds."""
 
 
 @register_scheme("dirichlet-unequal")
@@ -174,14 +175,14 @@ def dirichlet_unequal(config: Partition, train: Examples, rng: np.random.Generat
     """Each class shared out by its own Dirichlet(alpha) over the clients, so sizes differ (NIID-Bench, Li et al. 2022).
 
     As there, a client that already holds its N/K gets nothing of further classes, and the draw is repeated until
-    every client has ``minimum`` examples. Unlike there it always ends: after 1,000 draws the one whose smallest
+    every client has ``minimum`` examples. Unlike there it always ends: after at most 1,000 draws the one whose smallest
     client is largest is mended by moving examples of the largest client's largest class to the smallest client.
     """
     n, k, alpha = len(train), config.clients, _concentration(config)
     _enough(config, n, config.minimum)
     pools = _pools(train, rng)
     best = np.zeros((k, len(pools)), dtype=np.int64)
-    for _ in range(_TRIES):
+    for _ in range(max(1, min(_TRIES, _CELLS // best.size))):
         counts = _niid_counts(np.array([len(pool) for pool in pools]), k, alpha, rng)
         if best.sum() == 0 or counts.sum(1).min() > best.sum(1).min():
             best = counts
@@ -323,6 +324,11 @@ def odd_one(config: Partition, train: Examples, rng: np.random.Generator) -> lis
             f"made of {len(train)} examples of {len(pools)} classes; ask for at least 2 clients and for fewer examples or classes."
         )
     odd = np.concatenate([pool[:m] for pool in pools[:k]])
+    if len(train) - len(odd) < config.clients - 1:
+        raise DataError(
+            f"partition odd-one: {len(odd)} of {len(train)} examples go to the odd client, which leaves {len(train) - len(odd)} "
+            f"for {config.clients - 1} others; ask for fewer clients."
+        )
     rest = rng.permutation(np.setdiff1d(np.arange(len(train)), odd))
     return [odd, *np.array_split(rest, config.clients - 1)]
 
