@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.library import custom_op
+from torch.nn.grad import conv2d_input, conv2d_weight
 
 from ..nn.layers import DropoutConv2d, FlipoutConv2d, _noise
 from .normalization import our_kernels
@@ -22,8 +23,8 @@ from .normalization import our_kernels
 MOST_CHANNELS = 128
 """Channels up to which our kernels hold a whole tile; wider layers are left to cuDNN, which is good at them."""
 
-_PROGRAMS = 264
-"""Programs wanted for the weights' gradient: two for each multiprocessor of a large GPU."""
+_PROGRAMS = 528
+"""Most programs for the weights' gradient: four for each multiprocessor of a large GPU."""
 
 _GEOMETRY = "int[] kernel, int[] stride, int[] padding"
 _SIGNS = "Tensor? delta, Tensor? sign_in, Tensor? sign_out"
@@ -201,7 +202,7 @@ def _rows(contraction: int, out: int) -> int:
 
 def _groups(programs: int, batch: int) -> int:
     """Groups of examples that are summed apart: enough programs to fill a GPU, few enough sums to write and add."""
-    return min(batch, _power(max(1, _PROGRAMS // programs), 1))
+    return min(batch, 1 << (max(1, _PROGRAMS // programs).bit_length() - 1))
 
 
 # -- on a CUDA device --------------------------------------------------------------------------------------------
@@ -229,7 +230,8 @@ def _tile(pixels: int, contraction: int, out: int) -> Tile:
 
 def _weight_tile(pixels: int, contraction: int, out: int) -> Tile:
     """Return the tile of a gradient by weights."""
-    return Tile(min(64 if out > 32 else 128, _power(pixels)), _rows(contraction, out), _power(out), 3, 4)
+    wide = out > 32
+    return Tile(min(64 if wide else 128, _power(pixels)), _rows(contraction, out), _power(out), 3 if wide else 2, 4)
 
 
 def _lanes_contiguous(weight: Tensor) -> Tensor:
@@ -320,11 +322,11 @@ def _reference_dx(dy, weight, delta, sign_in, sign_out, size, kernel, stride, pa
     for lane, slope in enumerate(dy):
         shape = (len(slope), weight.shape[2], *size)
         w = _unpacked(weight[lane], kernel).to(dy.dtype)
-        dx = torch.nn.grad.conv2d_input(shape, w, slope, stride, padding)
+        dx = conv2d_input(shape, w, slope, stride, padding)
         if delta is not None:
             d = _unpacked(delta[lane], kernel).to(dy.dtype)
             flipped = slope * sign_out[lane][..., None, None].to(dy.dtype)
-            noise = torch.nn.grad.conv2d_input(shape, d, flipped, stride, padding)
+            noise = conv2d_input(shape, d, flipped, stride, padding)
             dx = dx + noise * sign_in[lane][..., None, None].to(dy.dtype)
         lanes.append(dx)
     return torch.stack(lanes)
@@ -335,13 +337,13 @@ def _reference_dw(x, dy, sign_in, sign_out, dweight, ddelta, kernel, stride, pad
     groups = len(dweight)
     for lane, (images, slopes) in enumerate(zip(x, dy)):
         for group, (part, slope) in enumerate(zip(_parts(images, groups), _parts(slopes, groups))):
-            dweight[group, lane] = packed(torch.nn.grad.conv2d_weight(part, shape, slope, stride, padding))
+            dweight[group, lane] = packed(conv2d_weight(part, shape, slope, stride, padding))
         if sign_in is None:
             continue
         images = images * sign_in[lane][..., None, None].to(x.dtype)
         slopes = slopes * sign_out[lane][..., None, None].to(x.dtype)
         for group, (part, slope) in enumerate(zip(_parts(images, groups), _parts(slopes, groups))):
-            ddelta[group, lane] = packed(torch.nn.grad.conv2d_weight(part, shape, slope, stride, padding))
+            ddelta[group, lane] = packed(conv2d_weight(part, shape, slope, stride, padding))
 
 
 def _parts(batch: Tensor, groups: int) -> list[Tensor]:

@@ -188,7 +188,7 @@ def total(partial, columns, column, SPLITS: tl.constexpr, SPLITS_PADDED: tl.cons
 @triton.jit
 def normalize(
     x, residual, weight, bias, partial, y, mean_out, variance_out, rows, columns, per_split, eps,
-    AFFINE: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
+    weight_lane, bias_lane, CHANNELS: tl.constexpr, AFFINE: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Normalise a stretch of rows by the moments, scale, shift, add the residual and clip at 0, as asked."""
@@ -206,8 +206,9 @@ def normalize(
     scale = tl.math.rsqrt(variance + eps)
     base = tl.zeros((COLUMNS,), dtype=tl.float32)
     if AFFINE:
-        scale = scale * tl.load(weight + column, mask=known, other=0.0)
-        base = tl.load(bias + column, mask=known, other=0.0)
+        lane, channel = column // CHANNELS, column % CHANNELS
+        scale = scale * tl.load(weight + lane * weight_lane + channel, mask=known, other=0.0)
+        base = tl.load(bias + lane * bias_lane + channel, mask=known, other=0.0)
     for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)
         used = (row < end)[:, None] & known[None, :]
@@ -252,7 +253,7 @@ def slopes(
 @triton.jit
 def denormalize(
     dy, x, y, weight, mean, variance, partial, dx, dresidual, dweight, dbias, rows, columns, per_split, eps,
-    AFFINE: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
+    weight_lane, CHANNELS: tl.constexpr, AFFINE: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients by the input and by the residual for a stretch of rows, and those by scale and shift."""
@@ -268,7 +269,8 @@ def denormalize(
     scale = tl.math.rsqrt(tl.load(variance + column, mask=known, other=1.0) + eps)
     outer = scale
     if AFFINE:
-        outer = scale * tl.load(weight + column, mask=known, other=0.0)
+        place = column // CHANNELS * weight_lane + column % CHANNELS
+        outer = scale * tl.load(weight + place, mask=known, other=0.0)
     first, second = (first / rows)[None, :], (second / rows)[None, :]
     for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)

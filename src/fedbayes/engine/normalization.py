@@ -37,6 +37,7 @@ def normalize_lanes(
         y = y if residual is None else y + residual
         return as_pixels(y.relu() if relu else y).to(x.dtype, copy=True), mean, variance
     kernels = our_kernels()
+    weight, bias = _dense(weight), _dense(bias)
     rows, columns, splits, per_split = _cut(x)
     matrix, y = _matrix(x), torch.empty_like(_matrix(x))
     mean = x.new_empty((x.shape[0], x.shape[2]), dtype=torch.float32)
@@ -46,9 +47,9 @@ def normalize_lanes(
     kernels.moments[grid](matrix, partial, rows, columns, per_split, ROWS=_ROWS, COLUMNS=_COLUMNS)
     kernels.normalize[grid](
         matrix, matrix if residual is None else _matrix(residual),
-        partial if weight is None else weight.contiguous(), partial if bias is None else bias.contiguous(),
-        partial, y, mean, variance, rows, columns, per_split, eps,
-        AFFINE=weight is not None, RESIDUAL=residual is not None, RELU=relu,
+        partial if weight is None else weight, partial if bias is None else bias,
+        partial, y, mean, variance, rows, columns, per_split, eps, _lane_stride(weight), _lane_stride(bias),
+        CHANNELS=x.shape[2], AFFINE=weight is not None, RESIDUAL=residual is not None, RELU=relu,
         SPLITS=splits, SPLITS_PADDED=_power(splits), ROWS=_ROWS, COLUMNS=_COLUMNS,
     )  # fmt: skip
     return _images(y, x.shape), mean, variance
@@ -85,6 +86,7 @@ def normalize_lanes_backward(
         made = as_pixels(g).to(x.dtype, copy=True) if residual else x.new_empty(0)
         return as_pixels(dx).to(x.dtype, copy=True), made, by_weight, by_bias
     kernels = our_kernels()
+    weight = _dense(weight)
     rows, columns, splits, per_split = _cut(x)
     matrix, slope, clipped = _matrix(x), _matrix(dy.to(x.dtype)), None if y is None else _matrix(y)
     dx = torch.empty_like(matrix)
@@ -98,9 +100,9 @@ def normalize_lanes_backward(
         RELU=relu, ROWS=_ROWS, COLUMNS=_COLUMNS,
     )  # fmt: skip
     kernels.denormalize[grid](
-        slope, matrix, clipped, partial if weight is None else weight.contiguous(), mean, variance, partial, dx,
-        made if residual else dx, by_weight, by_bias, rows, columns, per_split, eps,
-        AFFINE=weight is not None, RESIDUAL=residual, RELU=relu,
+        slope, matrix, clipped, partial if weight is None else weight, mean, variance, partial, dx,
+        made if residual else dx, by_weight, by_bias, rows, columns, per_split, eps, _lane_stride(weight),
+        CHANNELS=x.shape[2], AFFINE=weight is not None, RESIDUAL=residual, RELU=relu,
         SPLITS=splits, SPLITS_PADDED=_power(splits), ROWS=_ROWS, COLUMNS=_COLUMNS,
     )  # fmt: skip
     return _images(dx, x.shape), _images(made, x.shape) if residual else made, by_weight, by_bias
@@ -183,6 +185,15 @@ def _empty_images(x: Tensor) -> Tensor:
 
 def _wide(statistics: Tensor) -> Tensor:
     return statistics[:, None, :, None, None]
+
+
+def _dense(affine: Tensor | None) -> Tensor | None:
+    """Return (lanes, C) numbers whose channels are neighbours in memory, wherever each lane's begin."""
+    return affine if affine is None or affine.stride(1) == 1 else affine.contiguous()
+
+
+def _lane_stride(affine: Tensor | None) -> int:
+    return 0 if affine is None else affine.stride(0)
 
 
 def _type(x: Tensor) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -89,10 +89,13 @@ class _Evaluator:
         self.sampling = any(isinstance(m, WeightSampling) for m in self.model.modules())
         gpu = self.device.type == "cuda"
         self.together = _PASSES if gpu and self.noisy and draws == "per_example" and not self.sampling else 1
-        self.compiled = gpu and engine.compile and self.noisy  # one pass of a quiet network is sooner done than compiled
+        self.compiled = (
+            gpu and engine.compile and self.noisy
+        )  # one pass of a quiet network is sooner done than compiled
         if self.compiled and engine.precision == "bf16":
             with_lane_layers(self.model)
         self.forward = torch.compile(self._forward, dynamic=False) if self.compiled else self._forward
+        self.captured: _Captured | None = None
 
     @property
     def lanes(self) -> bool:
@@ -146,10 +149,15 @@ class _Evaluator:
             if self.draws == "per_pass" and self.noisy:
                 torch.manual_seed(derive(*address, first, "weights"))
                 weights = draw(state)
+            group: Tensor | None = None  # on the device, so that the host waits once a group and not once a batch
             for begin, p in self._batches(weights, inputs, transform, count, (*address, first)):
-                if found is None:
-                    found = torch.empty(passes, len(inputs), p.shape[-1])
-                found[first : first + count, begin : begin + p.shape[1]] = p
+                if group is None:
+                    group = p.new_empty(count, len(inputs), p.shape[-1])
+                group[:, begin : begin + p.shape[1]] = p
+            assert group is not None
+            if found is None:
+                found = torch.empty(passes, *group.shape[1:])
+            found[first : first + count] = group.cpu()
         assert found is not None
         return found if passes == samples else found.expand(samples, -1, -1).contiguous()
 
@@ -161,15 +169,24 @@ class _Evaluator:
         passes: int,
         address: tuple[int | str, ...],
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first example, probabilities (passes, batch, C)) batch by batch."""
+        """Yield (first example, probabilities (passes, batch, C)) batch by batch, to be read before the next."""
         for batch, begin in enumerate(range(0, len(inputs), self.batch_size)):
-            torch.manual_seed(derive(*address, 0 if self.draws == "per_pass" else batch))
             raw = inputs[begin : begin + self.batch_size].to(self.device)
             count = len(raw)
             if self.compiled and count < self.batch_size:  # one shape, compiled once
                 raw = torch.cat([raw, raw[:1].expand(self.batch_size - count, *raw.shape[1:])])
-            p = self.forward(state, transform(raw, client=SERVER), passes)
-            yield begin, p[:, :count].cpu()
+            x = transform(raw, client=SERVER)
+            run = self._runner(state, x, passes)  # before the seed: compiling and capturing draw
+            torch.manual_seed(derive(*address, 0 if self.draws == "per_pass" else batch))
+            yield begin, run(state, x, passes)[:, :count]
+
+    def _runner(self, state: dict[str, Tensor], x: Tensor, passes: int) -> Callable[..., Tensor]:
+        """Return what evaluates a batch: a compiled pass of the usual shape is captured once and replayed."""
+        if not self.compiled or passes != self.together:
+            return self.forward
+        if self.captured is None or self.captured.x.shape != x.shape:
+            self.captured = _Captured(self.forward, state, x, passes)
+        return self.captured
 
     def _forward(self, state: dict[str, Tensor], x: Tensor, passes: int) -> Tensor:
         """Return probabilities (passes, batch, C)."""
@@ -191,6 +208,37 @@ class _Evaluator:
 
         largest = max(t.numel() for t in state.values())
         return vmap(one, randomness="different", chunk_size=max(1, 50_000_000 // largest))(x)
+
+
+class _Captured:
+    """A compiled pass of one shape in a CUDA graph: hundreds of kernels without waiting for the host between them.
+
+    Noise is drawn anew at each replay, from the generator as it was seeded just before. The result is overwritten by
+    the next replay.
+    """
+
+    def __init__(self, forward: Callable[..., Tensor], state: dict[str, Tensor], x: Tensor, passes: int) -> None:
+        self.state, self.x = {n: t.clone() for n, t in state.items()}, x.clone()
+        self.loaded = state
+        side = torch.cuda.Stream(x.device)
+        side.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                forward(self.state, self.x, passes)
+        torch.cuda.current_stream(x.device).wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.result = forward(self.state, self.x, passes)
+
+    def __call__(self, state: dict[str, Tensor], x: Tensor, passes: int) -> Tensor:
+        """Return the probabilities of a batch under a state, for the passes it was captured with."""
+        if state is not self.loaded:
+            for name, kept in self.state.items():
+                kept.copy_(state[name])
+            self.loaded = state
+        self.x.copy_(x)
+        self.graph.replay()
+        return self.result
 
 
 def _evaluator(model: nn.Module, engine: Engine, draws: str, batch_size: int, examples: int) -> _Evaluator:
