@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import signal
 from dataclasses import replace
@@ -13,7 +15,7 @@ from torch import nn
 
 from fedbayes.cohort import Assignment
 from fedbayes.data import Examples, Transform
-from fedbayes.engine import LocalCohort
+from fedbayes.engine import LocalCohort, choice
 from fedbayes.errors import ConfigError, RunError
 from fedbayes.experiment import Engine, Local
 from fedbayes.nn import build, posterior_of
@@ -21,13 +23,13 @@ from fedbayes.nn import build, posterior_of
 SIZES = (3, 20, 9, 14)
 
 
-def cohort(workers: int, model: nn.Module, local: Local | None = None) -> LocalCohort:
+def cohort(workers: int, model: nn.Module, local: Local | None = None, lanes: int = 1) -> LocalCohort:
     rng = np.random.default_rng(0)
     x = torch.from_numpy(rng.normal(size=(sum(SIZES), 5)).astype(np.float32))
     examples = Examples(x, torch.from_numpy(rng.integers(0, 3, len(x))))
     shards = np.split(np.arange(len(x)), np.cumsum(SIZES)[:-1])
     transform = Transform(torch.ones(1), torch.zeros(1, 5))
-    engine = Engine(device="cpu", lanes=1, workers=workers)
+    engine = Engine(device="cpu", lanes=lanes, workers=workers)
     return LocalCohort(model, examples, shards, transform, local or Local(epochs=2, batch_size=4), engine)
 
 
@@ -102,8 +104,6 @@ def test_a_killed_process_is_noticed() -> None:
 
 
 def test_processes_end_when_nobody_listens_any_more() -> None:
-    import multiprocessing
-
     model = network()
     updates = cohort(2, model).train(work(model))
     next(updates)
@@ -111,9 +111,68 @@ def test_processes_end_when_nobody_listens_any_more() -> None:
     assert not multiprocessing.active_children()
 
 
+def test_processes_stay_for_the_next_round_and_go_with_their_cohort() -> None:
+    model = network()
+    side = cohort(2, model)
+    numbers = []
+    for round in (1, 2):
+        list(side.train(work(model, round)))
+        numbers.append(sorted(p.pid for p in multiprocessing.active_children()))
+    assert len(numbers[0]) == 2
+    assert numbers[0] == numbers[1]
+    del side
+    gc.collect()
+    assert not multiprocessing.active_children()
+
+
+def test_a_failed_launch_leaves_the_next_one_whole() -> None:
+    model = network()
+    side = cohort(2, model)
+    updates = side.train(work(model))
+    next(updates)
+    updates.close()  # the launch is given up; what its processes still said must not reach the next one
+    alone = {u.client: u.posterior for u in cohort(1, model).train(work(model, 2))}
+    found = {u.client: u.posterior for u in side.train(work(model, 2))}
+    assert all(found[c].same_bits(alone[c]) for c in alone)
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds", "chosen"),
+    [
+        (0, {"plain": 1.0, "processes": 0.9, "lanes": 0.9}, (1, 1)),  # neither is clearly faster
+        (0, {"plain": 1.0, "processes": 0.6, "lanes": 0.7}, (1, 2)),
+        (0, {"plain": 1.0, "processes": 0.6, "lanes": 0.2}, (4, 1)),
+        (1, {"plain": 1.0, "processes": 0.1, "lanes": 0.7}, (4, 1)),  # one process was asked for
+        (2, {"plain": 1.0, "processes": 0.9, "lanes": 1.5}, (1, 2)),  # two were
+        (2, {"plain": 1.0, "processes": 0.9, "lanes": 0.5}, (4, 1)),
+    ],
+)
+def test_the_way_is_chosen_by_what_was_measured(monkeypatch, asked, seconds, chosen) -> None:
+    measured = []
+
+    def timed(loop, jobs, **_):
+        name = {"PlainLoop": "plain", "ProcessLoop": "processes", "LaneLoop": "lanes"}[type(loop).__name__]
+        measured.append(name)
+        return seconds[name]
+
+    monkeypatch.setattr(choice, "_known", {})
+    monkeypatch.setattr(choice, "_seconds_per_step", timed)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    model = network()
+    side = cohort(asked, model, lanes=0)
+    assert side.resolve(work(model)) == chosen[0]
+    assert (side.lanes, side.workers) == chosen
+    assert ("processes" in measured) == (asked != 1)
+    list(side.train(work(model)))
+    assert (side.statistics()["lanes"], side.statistics()["workers"]) == chosen
+    other = cohort(asked, model, lanes=0)
+    other.restore(side.state())
+    assert (other.lanes, other.workers) == chosen
+
+
 def test_impossible_numbers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.workers is 0"):
-        cohort(0, network())
+    with pytest.raises(ConfigError, match=r"engine\.workers is -1"):
+        cohort(-1, network())
     good = cohort(2, network())
     other = replace(good.setting, device=torch.device("cuda", 0))
     from fedbayes.engine.processes import ProcessLoop

@@ -1,55 +1,86 @@
-"""Choosing between the plain loop and lanes by measuring both for a moment, and the number of lanes by memory."""
+"""Choosing between the plain loop, the same on several processes, and lanes by measuring each for a moment."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from .lanes import LaneLoop
 from .plain import PlainLoop
+from .processes import ProcessLoop, can_fork
 from .setting import Job, Setting
 
 MOST_LANES = {"cpu": 128, "cuda": 256}
 SHARE_OF_MEMORY = 0.6
 """Share of a GPU's free memory that lanes may take."""
 CLEARLY = 1.25
-"""Lanes are taken when they are this much faster; in between, the plain loop is, so that the choice seldom wavers."""
+"""Another way is taken when it is this much faster than the plain loop; in between, the plain loop is, so that the choice
+seldom wavers."""
+_PATIENCE = 2.0  # seconds after which a way is not measured again
 
-_known: dict[tuple, tuple[int, str]] = {}
+
+class Choice(NamedTuple):
+    """How clients are trained here, and why in words."""
+
+    lanes: int
+    workers: int
+    why: str
 
 
-def choose_lanes(setting: Setting, jobs: Sequence[Job]) -> tuple[int, str]:
-    """Return the number of lanes that trains these jobs fastest here, and the reason in words.
+_known: dict[tuple, Choice] = {}
 
-    Candidates are 1 and the number of clients in the launch (at most 128; on a GPU 256, and what its memory holds). Each
-    trains a few real batches; nothing of it is kept, and the generators' state is untouched. Where a GPU's
-    step is to be compiled, lanes are taken without measuring, since compiling to find out costs more. The answer is remembered in the process.
+
+def choose(setting: Setting, jobs: Sequence[Job]) -> Choice:
+    """Return the way that trains these jobs fastest here.
+
+    Candidates are the plain loop, the plain loop on processes (``engine.workers``, or one for each core where that is left
+    open), and one lane a client (at most 128; on a GPU 256, and what its memory holds). Each trains a few real batches;
+    nothing of it is kept, and the generators' state is untouched. Where a GPU's step is to be compiled, lanes
+    are taken without measuring, since compiling to find out costs more. The answer is remembered in the process.
     """
-    count = min(len(jobs), MOST_LANES[setting.device.type])
+    count, workers = min(len(jobs), MOST_LANES[setting.device.type]), possible_workers(setting, len(jobs))
     if count == 1:
-        return 1, "a single client"
-    key = (setting.layout.trained, count, setting.local.batch_size, setting.samples, setting.engine, str(setting.device),
+        return Choice(1, workers, "a single client")
+    key = (setting.layout.trained, count, workers, setting.local, setting.samples, setting.engine, str(setting.device),
            type(setting.model), tuple(setting.examples.inputs.shape[1:]))  # fmt: skip
     if key not in _known:
-        _known[key] = _measured(setting, jobs, count)
+        _known[key] = _measured(setting, jobs, count, workers)
     return _known[key]
 
 
-def _measured(setting: Setting, jobs: Sequence[Job], count: int) -> tuple[int, str]:
+def possible_workers(setting: Setting, jobs: int) -> int:
+    """Return how many processes could share out so many jobs: as many as asked for, or one for each core of this process."""
+    if setting.engine.workers or not can_fork(setting):
+        return max(1, setting.engine.workers)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, jobs))
+
+
+def _measured(setting: Setting, jobs: Sequence[Job], count: int, workers: int) -> Choice:
     if setting.device.type == "cuda":
         count = min(count, _lanes_in_memory(setting, jobs))
         if setting.engine.compile or count == 1:
-            return count, "as many clients as there are, or as the GPU's memory holds"
-    workers = min(setting.engine.workers, len(jobs))
-    plain = _seconds_per_step(PlainLoop(setting), jobs[:1]) / workers
-    lanes = _seconds_per_step(LaneLoop(setting, count), jobs[:count]) / count
-    gain = plain / lanes
-    best = count if gain >= CLEARLY else 1
-    return best, f"measured: {count} lanes train {gain:.2g} times as fast as the plain loop"
+            return Choice(count, 1, "as many clients as there are, or as the GPU's memory holds")
+    plain = _seconds_per_step(PlainLoop(setting), jobs[:1])
+    shared = plain
+    if workers > 1:
+        loop = ProcessLoop(setting, workers)
+        shared = _seconds_per_step(loop, jobs[:workers])
+        loop.close()
+    lanes = _seconds_per_step(LaneLoop(setting, count), jobs[:count], hopeless=CLEARLY * min(plain, shared))
+    gains = {(1, workers): plain / shared, (count, 1): plain / lanes}
+    told = f"measured: {count} lanes train {plain / lanes:.2g} times as fast as the plain loop"
+    if workers > 1:
+        told += f", {workers} processes {plain / shared:.2g} times"
+    best = max(gains, key=lambda way: gains[way])
+    if setting.engine.workers < 2 and gains[best] < CLEARLY:
+        best = (1, 1)
+    return Choice(*best, told)
 
 
 def _lanes_in_memory(setting: Setting, jobs: Sequence[Job]) -> int:
@@ -65,18 +96,21 @@ def _lanes_in_memory(setting: Setting, jobs: Sequence[Job]) -> int:
     return max(1, int(SHARE_OF_MEMORY * free / max(1, (peaks[1] - peaks[0]) / 2)))
 
 
-def _seconds_per_step(loop: PlainLoop | LaneLoop, jobs: Sequence[Job], steps: int = 3) -> float:
-    """Return the seconds of one step, the least of several short launches after a warm-up."""
-    short = [
-        replace(
-            job, assignment=replace(job.assignment, steps=steps), shard=job.shard[: 4 * loop.setting.local.batch_size]
-        )
-        for job in jobs
-    ]
-    seconds = []
-    for _ in range(4):
+def _seconds_per_step(
+    loop: PlainLoop | ProcessLoop | LaneLoop, jobs: Sequence[Job], steps: int = 5, hopeless: float = float("inf")
+) -> float:
+    """Return the seconds of one client's step, the least of several short launches after a first one.
+
+    A way that is slow is not measured for long, and not again where its first launch was ``hopeless`` three times over.
+    """
+    size = loop.setting.local.batch_size
+    short = [replace(job, assignment=replace(job.assignment, steps=steps), shard=job.shard[: 4 * size]) for job in jobs]
+    seconds: list[float] = []
+    while len(seconds) < 4:
         begun = time.perf_counter()
         for _outcome in loop.train(short):
             pass
-        seconds.append((time.perf_counter() - begun) / steps)
-    return float(np.min(seconds[1:]))
+        seconds.append((time.perf_counter() - begun) / (steps * len(short)))
+        if seconds[0] > 3 * hopeless or sum(seconds) * steps * len(short) > _PATIENCE:
+            break
+    return min(seconds[1:] or seconds)

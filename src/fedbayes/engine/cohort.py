@@ -15,7 +15,7 @@ from ..cohort import Assignment, Update
 from ..data import Examples, Transform
 from ..errors import ConfigError, DataError, RunError
 from ..experiment import Engine, Local
-from .choice import choose_lanes
+from .choice import choose
 from .graph import GraphLoop
 from .lanes import LaneLoop
 from .layout import StateLayout
@@ -33,7 +33,7 @@ class LocalCohort:
 
     ``shards`` holds one array of indices into ``examples`` per client; for several runs, one such list per run
     (``Assignment.run`` says which). ``engine.lanes`` is 1 for the plain loop, n for up to n clients at once, 0 to
-    measure which is faster (see ``lanes``). ``samples`` is the number of noise draws averaged per training step.
+    measure which is faster (see ``lanes``), and whether the plain loop is on several processes. ``samples`` is the number of noise draws averaged per training step.
 
     ``capture_moment`` makes each update's posterior carry, for every deterministic parameter, the mean of Adam's second
     raw moment over the second half of the last local epoch as its variance (Reyes et al. 2021), at least 1e-37;
@@ -67,6 +67,7 @@ class LocalCohort:
         )  # fmt: skip
         self.shards = by_run(shards)
         self._lanes = engine.lanes
+        self._workers = engine.workers or int(engine.lanes > 0)
         self._why = "asked for" if engine.lanes else ""
         self._memories: dict[tuple[int, int], Memory] = {}
         self._statistics: dict[str, Any] = {}
@@ -83,11 +84,16 @@ class LocalCohort:
         """Clients trained together: what was asked for or, from the first ``train`` on, what was chosen (0: not yet)."""
         return self._lanes
 
+    @property
+    def workers(self) -> int:
+        """Processes that share out the clients of a plain loop; chosen together with ``lanes`` where left open."""
+        return self._workers
+
     def resolve(self, assignments: Sequence[Assignment]) -> int:
-        """Choose the number of lanes now, where it was left open, by measuring on these assignments; return it."""
+        """Choose lanes and processes now, where they were left open, by measuring on these assignments; return the lanes."""
         if self._lanes == 0:
             jobs = [self._job(a) for a in assignments]
-            self._lanes, self._why = choose_lanes(self.setting, jobs)
+            self._lanes, self._workers, self._why = choose(self.setting, jobs)
         return self._lanes
 
     def train(self, assignments: Sequence[Assignment]) -> Iterator[Update]:
@@ -114,6 +120,7 @@ class LocalCohort:
         memories = {f"{run}/{client}": m for (run, client), m in self._memories.items()}
         return {
             "lanes": self._lanes,
+            "workers": self._workers,
             "optimizers": {key: {"steps": m.steps, "rows": dict(m.rows)} for key, m in memories.items()},
         }
 
@@ -121,6 +128,7 @@ class LocalCohort:
         """Take back what ``state`` gave."""
         if self._lanes == 0 and state.get("lanes"):
             self._lanes, self._why = int(state["lanes"]), "as in the checkpoint"
+            self._workers = int(state.get("workers") or self._workers or 1)
         self._memories = {}
         for key, kept in state.get("optimizers", {}).items():
             run, client = key.split("/")
@@ -150,8 +158,8 @@ class LocalCohort:
         if lanes not in self._loops:
             graph = self.setting.engine.compile and self.setting.device.type == "cuda"
             if lanes == 1:
-                workers = self.setting.engine.workers
-                self._loops[lanes] = ProcessLoop(self.setting, workers) if workers > 1 else PlainLoop(self.setting)
+                several = self._workers > 1
+                self._loops[lanes] = ProcessLoop(self.setting, self._workers) if several else PlainLoop(self.setting)
             else:
                 self._loops[lanes] = (GraphLoop if graph else LaneLoop)(self.setting, lanes)
         return self._loops[lanes]
@@ -176,6 +184,7 @@ class LocalCohort:
         done = sum(steps) if plain else loop.lane_steps
         self._statistics = {
             "lanes": lanes,
+            "workers": loop.workers if isinstance(loop, ProcessLoop) else 1,
             "why": self._why,
             "steps": sum(steps) if plain else loop.steps,
             "lane_steps": done,
@@ -201,8 +210,10 @@ def _check(local: Local, engine: Engine, samples: int, capture_moment: bool) -> 
         raise ConfigError(
             f"engine.lanes is {engine.lanes}; 1 is the plain loop, n trains n clients at once, 0 measures."
         )
-    if engine.workers < 1:
-        raise ConfigError(f"engine.workers is {engine.workers}; 1 is this process alone, n trains on n processes.")
+    if engine.workers < 0:
+        raise ConfigError(
+            f"engine.workers is {engine.workers}; 1 is this process alone, n trains on n processes, 0 measures."
+        )
     if local.batch_size < 1:
         raise ConfigError(f"local.batch_size is {local.batch_size}; it must be at least 1.")
     if samples < 1:

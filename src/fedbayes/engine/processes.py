@@ -12,8 +12,10 @@ import os
 import pickle
 import signal
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -24,61 +26,113 @@ from .plain import PlainLoop
 from .setting import Job, Outcome, Setting
 
 
-class ProcessLoop:
-    """Trains jobs on ``workers`` processes, forked for each launch; whoever is free takes the longest job left.
+@dataclass(frozen=True)
+class _Worker:
+    """A child and the line to it."""
 
-    Forking copies nothing: network, examples and starting posteriors are shared until written to; only outcomes travel.
+    process: Any
+    line: Connection
+
+
+class ProcessLoop:
+    """Trains jobs on ``workers`` processes; whoever is free takes the longest job left.
+
+    They are forked at the first launch and stay until the loop is dropped, so that a later launch costs no fork and finds
+    torch's caches warm. Forking copies nothing: network and examples are shared until written to; per launch only the
+    starts go out and the outcomes come back. Processes of a launch that fails or is given up are ended.
     """
 
     def __init__(self, setting: Setting, workers: int) -> None:
-        if setting.device.type != "cpu" or "fork" not in multiprocessing.get_all_start_methods():
+        if not can_fork(setting):
             raise ConfigError(
                 f"engine.workers is {workers}, but processes side by side are for the CPU of a system that can fork; use 1."
             )
         self.setting, self.workers = setting, workers
         self.loop = PlainLoop(setting)
+        self._taken: Any = _fork().Value("i", 0)
+        self._living: list[_Worker] = []
+        weakref.finalize(self, _end, self._living)
 
     def train(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """Train every job and yield each when it is done, in any order."""
-        context: Any = multiprocessing.get_context("fork")
+        self._taken.value = 0
         order = sorted(range(len(jobs)), key=lambda i: (-jobs[i].steps(self.setting.local), i))
-        taken, lines, processes = context.Value("i", 0), [], []
+        message = pickle.dumps((list(jobs), order), protocol=5)
+        finished = False
         try:
-            for _ in range(min(self.workers, len(jobs))):
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=self._work, args=(jobs, order, taken, theirs), daemon=True)
-                with warnings.catch_warnings():  # Python 3.12 warns of threads; torch's are idle, and a child uses none
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    process.start()
-                theirs.close()
-                lines.append(ours)
-                processes.append(process)
-            yield from _collect(jobs, lines)
+            while len(self._living) < min(self.workers, len(jobs)):
+                self._living.append(self._start())
+            busy = self._living[: len(jobs)]
+            for worker in busy:
+                with suppress(BrokenPipeError):  # a dead child is found out below
+                    worker.line.send_bytes(message)
+            yield from _collect(jobs, [worker.line for worker in busy])
+            finished = True
         finally:
-            for process in processes:
-                process.terminate()
-                process.join()
-            for line in lines:
-                line.close()
+            if not finished:
+                self.close()
 
-    def _work(self, jobs: Sequence[Job], order: Sequence[int], taken: Any, line: Connection) -> None:
-        """Train jobs, in a child, until none is left or the parent is gone."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handlers are not a child's business
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
-        torch.set_num_threads(1)
-        parent = os.getppid()
+    def close(self) -> None:
+        """End the processes; a later launch forks them again."""
+        _end(self._living)
+
+    def _start(self) -> _Worker:
+        ours, theirs = _fork().Pipe()
+        process = _fork().Process(target=_work, args=(self.loop, self._taken, theirs, os.getpid()), daemon=True)
+        with warnings.catch_warnings():  # Python 3.12 warns of threads; torch's are idle, and a child uses none
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        theirs.close()
+        return _Worker(process, ours)
+
+
+def can_fork(setting: Setting) -> bool:
+    """Whether processes side by side can train here: on a CPU, in a process that may fork."""
+    forks = "fork" in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon
+    return setting.device.type == "cpu" and forks
+
+
+def _fork() -> Any:
+    return multiprocessing.get_context("fork")
+
+
+def _end(workers: list[_Worker]) -> None:
+    """End processes and forget them."""
+    while workers:
+        worker = workers.pop()
+        worker.process.terminate()
+        worker.process.join()
+        worker.line.close()
+
+
+def _work(loop: PlainLoop, taken: Any, line: Connection, parent: int) -> None:
+    """Serve launches, in a child, until the parent is gone or hangs up."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handlers are not a child's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
+    torch.set_num_threads(1)
+    with suppress(EOFError, BrokenPipeError):
         while os.getppid() == parent:
-            with taken.get_lock():
-                place, taken.value = taken.value, taken.value + 1
-            if place >= len(order):
-                break
-            try:
-                (found,) = self.loop.train([jobs[order[place]]])
-                answer: Any = replace(found, job=None)  # type: ignore[arg-type] - the parent knows the job
-            except Exception as error:
-                answer = error
-            line.send_bytes(pickle.dumps((order[place], answer), protocol=5))
-        line.close()
+            if line.poll(1.0):
+                jobs, order = pickle.loads(line.recv_bytes())
+                _launch(loop, jobs, order, taken, line, parent)
+
+
+def _launch(
+    loop: PlainLoop, jobs: Sequence[Job], order: Sequence[int], taken: Any, line: Connection, parent: int
+) -> None:
+    """Train jobs until none is left, and say so."""
+    while os.getppid() == parent:
+        with taken.get_lock():
+            place, taken.value = taken.value, taken.value + 1
+        if place >= len(order):
+            break
+        try:
+            (found,) = loop.train([jobs[order[place]]])
+            answer: Any = replace(found, job=None)  # type: ignore[arg-type] - the parent knows the job
+        except Exception as error:
+            answer = error
+        line.send_bytes(pickle.dumps((order[place], answer), protocol=5))
+    line.send_bytes(pickle.dumps(None))
 
 
 def _collect(jobs: Sequence[Job], lines: Sequence[Connection]) -> Iterator[Outcome]:
@@ -88,10 +142,13 @@ def _collect(jobs: Sequence[Job], lines: Sequence[Connection]) -> Iterator[Outco
         for line in wait(open_lines):
             assert isinstance(line, Connection)
             try:
-                number, answer = pickle.loads(line.recv_bytes())
-            except EOFError:
+                message = pickle.loads(line.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                message = None
+            if message is None:  # this child has no more to say
                 open_lines.remove(line)
                 continue
+            number, answer = message
             if isinstance(answer, Exception):
                 raise answer
             missing.discard(number)
