@@ -140,9 +140,7 @@ class Federation:
         return assignments
 
     def _accumulator(self) -> Accumulator:
-        rule, number = self.rule, self.round + 1
-        if "seed" in rule.options():  # a rule that draws (ppa) draws anew every round
-            rule = get_rule(rule, seed=derive(self.experiment.seed, "fusion", rule.options()["seed"], number))
+        rule = rule_of_round(self.rule, self.experiment, self.round + 1)
         return Accumulator(rule, reference=self.posterior, previous=self.posterior)
 
     def _prior(self, clients: int) -> tuple[float, Posterior | None]:
@@ -197,7 +195,7 @@ class Federation:
         except Refusal as refusal:
             return self._refuse(update.client, refusal.tensor, refusal.reason)
         if self.rule.name == "precision":
-            current.moments[str(update.client)] = moment_summary(update.posterior)
+            current.moments[str(update.client)] = moment_summary(update.posterior, self.rule.options()["floor"])
         current.arrived[update.client] = _without_posterior(update)
         return None
 
@@ -440,6 +438,13 @@ def end_together(federations: Sequence[Federation]) -> None:
     distilled = iter(together(asked) if together else [distiller(*round_) for distiller, round_ in asked])
     for federation in federations:
         federation.close(next(distilled) if federation.distiller is not None else None)
+
+
+def rule_of_round(rule: Rule, experiment: Experiment, round: int) -> Rule:
+    """Return the rule as one round uses it: a rule that draws (ppa) draws anew every round."""
+    if "seed" not in rule.options():
+        return rule
+    return get_rule(rule, seed=derive(experiment.seed, "fusion", rule.options()["seed"], round))
 
 
 def options(experiment: Experiment) -> dict[str, str]:

@@ -7,18 +7,18 @@ from typing import Any
 from .posterior import Posterior
 
 FLOOR = 1e-16
-"""Least second moment, Adam's eps squared: as in the rule ``precision``, so that dead units do not give infinity."""
+"""Least second moment, Adam's eps squared: the default of the rule ``precision``, so that dead units do not give infinity."""
 
 
-def moment_summary(posterior: Posterior) -> dict[str, dict[str, float]]:
+def moment_summary(posterior: Posterior, floor: float = FLOOR) -> dict[str, dict[str, float]]:
     """Return ``moment`` (mean v) and ``inverse`` (mean 1/v) of each tensor a client sent with an estimated variance.
 
-    These are the quantities of Reyes' variance analysis (section 5.4, Figures 7 and 8); the mean inverse is what
+    ``floor`` is the rule's least v. These are the quantities of Reyes' variance analysis (section 5.4, Figures 7 and 8); the mean inverse is what
     equation (6) weighs a client's layer by.
     """
     summary = {}
     for name, g in posterior.gaussians.items():
-        v = g.variance.detach().double().clamp_min(FLOOR)
+        v = g.variance.detach().double().clamp_min(floor)
         summary[name] = {"moment": float(v.mean()), "inverse": float((1 / v).mean())}
     return summary
 

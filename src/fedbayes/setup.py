@@ -178,7 +178,9 @@ def _unlabelled(e: Experiment, dataset: Dataset, held: np.ndarray, data_dir: Any
         return dataset.train.take(held)
     other = load(dataclasses.replace(e.data, name=e.distill.data, ood="", exclude_classes=(), limit=0, test_limit=0),
                  data_dir=data_dir, seed=e.seed)  # fmt: skip
-    return other.unlabelled or other.train
+    from .distill.inputs import fit
+
+    return fit(other.unlabelled or other.train, tuple(dataset.train.inputs.shape[1:]))
 
 
 def captures_moment(experiment: Experiment) -> bool:
