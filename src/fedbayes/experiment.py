@@ -293,8 +293,9 @@ class Engine:
     """Arithmetic of the forward and backward pass; parameters and optimiser are always float32."""
     compile: bool = False
     """Whether the step is compiled and captured in a CUDA graph (GPU only)."""
-    workers: int = 1
-    """CPU: processes, one thread each, that share out the clients of a plain loop (1: this process alone)."""
+    workers: int = 0
+    """CPU: processes, one thread each, that share out the clients of a plain loop (1: this process alone; 0: picks where
+    lanes is 0, else 1)."""
 
 
 @dataclass(frozen=True)
