@@ -153,7 +153,7 @@ def test_a_share_meant_for_another_node_is_refused():
 # -- in the round loop -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["nwa", "ws", "lp", "aalv", "conflation", "wc", "llp", "wasserstein", "dwc"])
+@pytest.mark.parametrize("rule", ["nwa", "ws", "lp", "aalv", "conflation", "wc", "llp", "wasserstein", "dwc", "ppa"])
 def test_private_round_gives_the_open_rounds_posterior(rule):
     experiment = small(fusion__private=True, fusion__rule=rule, rounds=1)
     federation, _ = over_grid(experiment, grid_of(3))
@@ -233,6 +233,7 @@ def test_private_bytes_are_counted_and_no_clients_metrics_are_told():
         ({"fusion__weighting": "max-discrepancy"}, "max-discrepancy.*single clients"),
         ({"fusion__weighting": "distance"}, "distance.*single clients"),
         ({"fusion__max_update": 10.0}, "max_update"),
+        ({"fusion__rule": "precision", "model__kind": "deterministic"}, "precision.*any size"),
     ],
 )
 def test_what_needs_single_posteriors_refuses_private_mode_with_a_sentence(changes, sentence):

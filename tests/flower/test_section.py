@@ -40,7 +40,7 @@ def test_the_page_tells_epsilon_of_every_round_beside_the_traffic(tmp_path):
     result = serve(grid_of(3), Settings(experiment, str(tmp_path / "run")))
     page = (tmp_path / "run" / "report.html").read_text()
     spent = [e["fusion"]["privacy"]["epsilon"] for e in result.events if e["kind"] == "round"]
-    shown = [row for row in cells(page[page.index("ε so far") :])[:3]]
+    shown = cells(page[page.index("ε so far") :])[:3]
     assert [float(row[1]) for row in shown] == pytest.approx(spent, rel=5e-3)
     assert "bytes up a round" in page
 

@@ -141,7 +141,7 @@ def test_statistics_that_are_not_finite_are_refused_and_not_clipped_into_the_sum
     bad = Posterior({**base.gaussians, "a": Gaussian(base.gaussians["a"].mean, tiny)}, base.points)
     accumulator = RelativeAccumulator(get_rule("conflation"), base, bound=1.0)
     accumulator.absorb(base, 0.5, 0)
-    with pytest.raises(PosteriorError, match="client 3.*not finite"):
+    with pytest.raises(PosteriorError, match=r"client 3.*not finite"):
         accumulator.absorb(bad, 0.5, 3)
     fused = accumulator.conclude()
     assert torch.isfinite(fused.posterior.gaussians["a"].mean).all()

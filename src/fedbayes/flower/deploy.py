@@ -24,7 +24,7 @@ from .. import __version__, config
 from ..errors import ConfigError, RunError
 from ..experiment import Experiment
 from ..posterior import Posterior
-from .network import Network
+from .network import Network, last_lines
 from .server import FAILED
 
 if TYPE_CHECKING:
@@ -142,7 +142,9 @@ def follow(
         raise RunError(failures[-1].removeprefix(FAILED))
     events = read_events(path)
     if not events or events[-1]["kind"] != "end":
-        raise RunError(f"the run ended before its last round; Flower's log: {network.folder / 'logs' / 'run.log'}.")
+        raise RunError(
+            f"the run ended before its last round; Flower's log ({network.folder / 'logs' / 'run.log'}) ends: {last_lines(log)}"
+        )
 
 
 class Tail:

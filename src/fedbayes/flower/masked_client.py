@@ -113,11 +113,11 @@ def _statistics(
 
 def client_vector(experiment: Experiment, update: Update, start: Any, weight: float) -> np.ndarray:
     """Return one client's statistics in relative coordinates, clipped if asked, then its losses (the KL a weight)."""
-    from ..federation import options
+    from ..federation import options, rule_of_round
     from ..posterior import check
     from ..privacy.relative import Relative, clipped, refuse_unless_sum
 
-    rule = refuse_unless_sum(experiment, options(experiment))
+    rule = rule_of_round(refuse_unless_sum(experiment, options(experiment)), experiment, update.round)
     check(update.posterior, start, client=update.client, allow_zero_variance=rule.allows_zero_variance)
     relative = Relative(rule, start)
     vector, _ = clipped(relative, update.posterior, weight, update.client, experiment.privacy.clip)

@@ -135,7 +135,7 @@ class Network:
         private, public = make_node_key(self.folder / "keys", name)
         done = self.command(["flwr", "supernode", "register", str(public), "rehearsal", "--name", name])
         if done.returncode:
-            raise RunError(f"The SuperLink did not register the key of {name}: {_last_lines(done.stdout)}")
+            raise RunError(f"The SuperLink did not register the key of {name}: {last_lines(done.stdout)}")
         return private
 
     def start_node(self, number: int, *, key: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
@@ -190,7 +190,7 @@ class Network:
                 dead = node.process is None or node.process.poll() is not None
                 if dead or time.monotonic() > end:
                     raise RunError(
-                        f"Node {number} did not connect within {seconds:.0f} s: {_last_lines(self.log(f'node-{number}'))}"
+                        f"Node {number} did not connect within {seconds:.0f} s: {last_lines(self.log(f'node-{number}'))}"
                     )
                 time.sleep(0.1)
 
@@ -289,7 +289,7 @@ class Network:
                 if s.connect_ex(("127.0.0.1", port)) == 0:
                     return
             time.sleep(0.1)
-        raise RunError(f"The {name} did not start: {_last_lines(self.log(name))}")
+        raise RunError(f"The {name} did not start: {last_lines(self.log(name))}")
 
 
 def free_port() -> int:
@@ -383,6 +383,7 @@ def _quoted(value: str | int | float) -> str:
     return repr(value)
 
 
-def _last_lines(text: str, count: int = 3) -> str:
+def last_lines(text: str, count: int = 3) -> str:
+    """Return the last lines of a log that say something, as one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " | ".join(lines[-count:]) or "it wrote nothing"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from ..errors import ConfigError
@@ -18,14 +19,14 @@ from ..errors import ConfigError
 def library() -> Any:
     """Return ``dp_accounting`` with its Rényi accountant, or say how to get it."""
     try:
-        import dp_accounting
-        import dp_accounting.rdp
+        package = import_module("dp_accounting")
+        import_module("dp_accounting.rdp")
     except ImportError:
         raise ConfigError(
             "privacy.noise: epsilon is counted by the package 'dp-accounting', which is not installed; "
             "pip install 'fedbayes[privacy]'."
         ) from None
-    return dp_accounting
+    return package
 
 
 def epsilon_of(noise: float, releases: int, delta: float) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..cohort import Assignment, Update
-from ..federation import Federation, options
+from ..federation import Federation, options, rule_of_round
 from ..posterior import Posterior
 from ..rundir import write_atomically
 from ..schedule import choose_clients
@@ -56,7 +56,8 @@ class PrivateFederation(Federation):
     def _accumulator(self) -> Any:
         e, number = self.experiment, self.round + 1
         generator = None if self._remote else torch_rng(e.seed, "privacy", number)
-        return RelativeAccumulator(self.rule, self.posterior, bound=e.privacy.clip, generator=generator)
+        rule = rule_of_round(self.rule, e, number)
+        return RelativeAccumulator(rule, self.posterior, bound=e.privacy.clip, generator=generator)
 
     def begin(self) -> list[Assignment]:
         """Start a round; the noise follows from its clients' weights."""

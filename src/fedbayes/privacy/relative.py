@@ -196,6 +196,11 @@ def refuse_unless_sum(experiment: Experiment, options: Mapping[str, str] | None 
         raise ConfigError(
             f"{what}: the rule '{rule.name}' needs single clients' posteriors; choose a rule that is a sum."
         )
+    if experiment.fusion.private and rule.allows_zero_variance:
+        raise ConfigError(
+            f"fusion.private: the rule '{rule.name}' adds up 1/v for estimates v down to zero, numbers of any size, which "
+            "masks of a fixed step cannot carry; choose another rule."
+        )
     if weighting.uses_individuals:
         raise ConfigError(
             f"{what}: the weighting '{weighting.name}' compares single clients' posteriors, which nobody may see; "
