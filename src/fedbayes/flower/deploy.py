@@ -136,7 +136,7 @@ def follow(
                 listener(event)
         if not ended:
             time.sleep(poll)
-    log = network.log("run")
+    log = network.run_log()
     failures = [line for line in log.splitlines() if line.startswith(FAILED)]
     if failures:
         raise RunError(failures[-1].removeprefix(FAILED))

@@ -80,6 +80,7 @@ class Misbehaving(ClientApp):
 
 
 client_app = Misbehaving()
+__all__ = ["client_app", "server_app"]  # Flower looks for them without importing
 """
 """An app whose nodes do what their node config says (``misbehave=nan``), between the real client and the wire."""
 

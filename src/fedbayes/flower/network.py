@@ -61,6 +61,7 @@ class Network:
         self._certificates: Certificates | None = None
         self._apps: list[subprocess.Popen[bytes]] = []
         self._stopped = False
+        self._submitted = 0  # where the log of the last app begins
 
     def __enter__(self) -> Network:
         self.start()
@@ -231,6 +232,7 @@ class Network:
         command = ["flwr", "run", str(app), "rehearsal", "--stream"]
         if overrides:
             command += ["--run-config", " ".join(f"{k}={_quoted(v)}" for k, v in overrides.items())]
+        self._submitted = len(self.log("run"))
         process = self._spawn(command, "run")
         self._apps.append(process)
         return process
@@ -240,6 +242,10 @@ class Network:
         return subprocess.run(
             command, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120
         )
+
+    def run_log(self) -> str:
+        """What the app that was submitted last has said so far."""
+        return self.log("run")[self._submitted :]
 
     def log(self, name: str) -> str:
         """What ``superlink``, ``node-0``, ... or ``run`` have written so far."""
