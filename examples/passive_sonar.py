@@ -50,7 +50,7 @@ if len(np.unique(heard["site"])) < 2:  # recordings without sites: share them ou
     experiment = config.override(experiment, {"partition.column": "recording", "partition.clients": 4})
 print(f"{len(sea.train)} segments of {len(np.unique(heard['recording']))} recordings; classes {', '.join(sea.classes)}")
 
-result = fedbayes.run(experiment, dataset=sea)
+result = fedbayes.run(experiment)
 
 # One prediction per recording, with its uncertainty.
 stored = np.load(result.path / "predictions-test.npz")

@@ -137,3 +137,16 @@ def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path, write, make_to
     (tmp_path / "file").write_text("in the way")
     recordings = folder(tmp_path, write, make_tone, 1)
     assert len(extract(recordings, make_picture(SONAR), cache=tmp_path / "file" / "cache").inputs) == 4
+
+
+@pytest.mark.parametrize("kind", ["logmel", "lofar", "demon", "waveform"])
+def test_the_units_of_a_recording_do_not_matter(kind):
+    """Pascal, counts, volts: what float files hold; neither do squares overflow nor logarithms reach their floor."""
+    x = np.random.default_rng(0).standard_normal(8000).astype(np.float32)
+    picture = make_picture(Sonar(picture=kind, sample_rate=4000, seconds=1.0))
+    wanted, starts = picture_blocks([x], picture, 0.5)
+    for unit in (1e30, 1e-5):
+        got, at = picture_blocks([x * np.float32(unit)], picture, 0.5)
+        assert starts.tolist() == at.tolist()
+        assert float((got.float() - wanted.float()).abs().max()) <= (0.01 if kind == "waveform" else 1)
+        assert float(got.float().std()) > 0.5

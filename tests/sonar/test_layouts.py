@@ -141,3 +141,38 @@ def test_the_real_sets(shared):
     assert len({(r.label, r.recording) for r in mammals}) == 58
     assert len({r.recording for r in mammals}) == 57
     assert np.unique([r.label for r in mammals]).size == 9
+
+
+def table(tmp_path, text, encoding="utf-8"):
+    (tmp_path / "list.csv").write_bytes(text.encode(encoding))
+    return catalogue(tmp_path / "list.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("file,class\na.wav,tug\nb.wav,cargo\n./a.wav,cargo\n", r"lines 2 and 4: the same part of 'a\.wav' is 'tug' and 'cargo'"),
+        ("file,class,start,stop\na.wav,tug,0,5\na.wav,cargo,4.9,9\n", "lines 2 and 3: the same part"),
+        ("file,class,start,stop\na.wav,tug,0,9\na.wav,tug,1,2\na.wav,cargo,5,6\n", "lines 2 and 4: the same part"),
+        ("file,class,start,stop\na.wav,tug,2,1\n", "line 2: start and stop must be seconds"),
+        ("file,class,start,stop\na.wav,tug,nan,1\n", "line 2: start and stop must be seconds"),
+        ("file,class,start,stop\na.wav,tug,-1,1\n", "line 2: start and stop must be seconds"),
+        ("file,class,start\na.wav,tug,soon\n", "line 2: start and stop must be seconds, not .soon., .."),
+        ("file,class\n\0,tug\n", "not a CSV"),
+    ],
+)  # fmt: skip
+def test_a_table_that_contradicts_itself_is_refused(tmp_path, text, sentence):
+    with pytest.raises(DataError, match=sentence):
+        table(tmp_path, text)
+
+
+def test_parts_of_one_file_may_differ_in_class_where_they_do_not_overlap(tmp_path):
+    found = table(tmp_path, "file,class,recording,start,stop\na.wav,tug,r1,0,5\na.wav,cargo,r2,5,\n")
+    assert [(r.label, r.start, r.stop) for r in found] == [("tug", 0, 5), ("cargo", 5, 0)]
+
+
+def test_other_encodings_are_named_and_empty_rows_of_a_spreadsheet_left_out(tmp_path):
+    with pytest.raises(DataError, match="not UTF-8"):
+        table(tmp_path, "file,class\nété.wav,tug\n", "latin-1")
+    found = table(tmp_path, 'file,class,,\n"d\u00e9j\u00e0, vu.wav",tug,,\n,,,\n')
+    assert [(r.path.name, r.label) for r in found] == [("d\u00e9j\u00e0, vu.wav", "tug")]

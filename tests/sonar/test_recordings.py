@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedbayes.data.sonar.recordings import Recording, Unreadable, facts, read, stream
+from fedbayes.data.sonar.recordings import Recording, Unreadable, audio_files, facts, read, stream
 
 
 def recording(path, **kwargs):
@@ -81,7 +81,7 @@ def test_what_is_wrong_is_said(tmp_path, write, make_tone):
             read(recording(path), 16000)
     with pytest.raises(Unreadable, match=r"decoded|ends"):
         read(recording(tmp_path / "torn.flac"), 16000)
-    with pytest.raises(Unreadable, match="cannot be decoded"):
+    with pytest.raises(Unreadable, match="is not there"):
         read(recording(tmp_path / "absent.wav"), 16000)
 
 
@@ -93,3 +93,39 @@ def test_a_constant_offset_is_silence_too(tmp_path, write):
 def test_facts_come_from_the_header(tmp_path, write, make_tone):
     found = facts(write(tmp_path / "a.wav", np.stack([make_tone(2, 8000)] * 3, 1), 8000))
     assert (found.rate, found.channels, found.seconds) == (8000, 3, 2.0)
+
+
+@pytest.mark.parametrize(("claim", "torn"), [("kept", True), (0, False), (0xFFFFFFFF, False)])
+def test_a_wav_that_ends_before_its_header_says_is_cut_off(tmp_path, write, make_tone, claim, torn):
+    """libsndfile reads what is left and says nothing; a recorder that never filled in its sizes claims nothing."""
+    path = write(tmp_path / "a.wav", make_tone(2))
+    content = bytearray(path.read_bytes()[:-30_000])
+    if claim != "kept":
+        content[40:44] = int(claim).to_bytes(4, "little")
+    path.write_bytes(content)
+    if torn:
+        with pytest.raises(Unreadable, match="cut off: its header says 64000 bytes of sound, 34000 are there"):
+            read(recording(path), 16000)
+    elif claim:
+        assert len(read(recording(path), 16000)) == 17_000
+
+
+def test_chunks_before_the_sound_are_no_damage(tmp_path, write, make_tone):
+    whole = write(tmp_path / "a.wav", make_tone(1)).read_bytes()
+    note = b"LIST" + (5).to_bytes(4, "little") + b"hello\0"  # of odd length, so padded
+    path = tmp_path / "b.wav"
+    path.write_bytes(b"RIFF" + (len(whole) + len(note) - 8).to_bytes(4, "little") + b"WAVE" + note + whole[12:])
+    assert np.array_equal(read(recording(path), 16000), read(recording(tmp_path / "a.wav"), 16000))
+
+
+def test_hidden_folders_are_left_alone_and_links_followed_once(tmp_path, write, make_tone):
+    disk = tmp_path / "disk" / "tug"
+    write(disk / "a.wav", make_tone(1))
+    home = tmp_path / "home"
+    for hidden in (".trash", "__MACOSX", "cargo/.old"):
+        write(home / hidden / "x.wav", make_tone(1))
+    write(home / "cargo" / "._b.wav", make_tone(1))
+    write(home / "cargo" / "b.wav", make_tone(1))
+    (home / "tug").symlink_to(disk, target_is_directory=True)
+    (disk / "around").symlink_to(home, target_is_directory=True)
+    assert audio_files(home) == [home / "cargo" / "b.wav", home / "tug" / "a.wav"]

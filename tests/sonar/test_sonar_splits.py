@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbayes.data import Examples, partition, split_validation
+from fedbayes.data.sonar.extraction import Features
 from fedbayes.data.sonar.recordings import Recording
-from fedbayes.data.sonar.splits import check_clients, check_disjoint, choose_test, groups_of
+from fedbayes.data.sonar.splits import SameSound, check_clients, check_disjoint, choose_test, groups_of, joined
 from fedbayes.data.splits import linked
 from fedbayes.errors import ConfigError, DataError
 from fedbayes.experiment import Partition
@@ -125,3 +126,39 @@ def test_the_segments_of_a_recording_stay_on_one_client(config):
     torn = [np.arange(0, 200), np.arange(200, 400)]
     with pytest.raises(DataError, match="lies on the clients 0 and 1"):
         check_clients(torn, train)
+
+
+def features(owners, pictures):
+    inputs = torch.tensor(pictures, dtype=torch.uint8).reshape(-1, 1, 1, 1).repeat(1, 1, 4, 4)
+    inputs[:, :, 0, 0] += 1  # some contrast
+    return Features(inputs, np.array(owners), np.zeros(len(owners)))
+
+
+def test_the_same_sound_under_two_names_is_one_recording():
+    listed = recordings([("a", ""), ("b", ""), ("c", ""), ("d", ""), ("b", "")])
+    with pytest.warns(SameSound, match=r"1\.wav \(class x\) is heard in 'a' too; .*2\.wav"):
+        got = joined(listed, features([0, 0, 1, 1, 2, 3, 4], [1, 2, 9, 2, 7, 8, 7]))
+    assert [r.recording for r in got] == ["a", "a", "a", "d", "a"]  # 0-1 by a picture, 1-4 by name, 4-2 by a picture
+
+
+def test_parts_of_one_file_that_overlap_are_one_recording(tmp_path):
+    (tmp_path / "link.wav").symlink_to(tmp_path / "a.wav")
+    parts = [("a.wav", 0, 10), ("link.wav", 9, 20), ("a.wav", 20, 0), ("b.wav", 0, 0)]
+    listed = [Recording(tmp_path / f, "x", f"r{i}", start=a, stop=b) for i, (f, a, b) in enumerate(parts)]
+    with pytest.warns(SameSound):
+        got = joined(listed, features([0, 1, 2, 3], [1, 2, 3, 4]))
+    assert [r.recording for r in got] == ["r0", "r0", "r2", "r3"]
+
+
+def test_pictures_without_contrast_join_nothing():
+    blank = Features(torch.full((2, 1, 4, 4), 7, dtype=torch.uint8), np.array([0, 1]), np.zeros(2))
+    assert [r.recording for r in joined(recordings([("a", ""), ("b", "")]), blank)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_class_heard_only_beside_others_stays_in_training(seed):
+    """Group 0 holds three segments of class 0 and the only one of class 1: it must not be drawn for the test."""
+    groups, labels = np.array([0, 0, 0, 0, 1, 2, 3, 4]), np.array([0, 0, 0, 1, 0, 0, 2, 2])
+    held = choose_test(groups, labels, np.ones(8), share=0.6, folds=0, fold=0, seed=seed)
+    assert set(labels[~held]) == {0, 1, 2}
+    assert held.any()

@@ -63,6 +63,20 @@ def test_the_sea_in_the_cache_is_the_same_sea(synthetic, tmp_path, monkeypatch):
         load_source("sonar-synthetic", sonar=replace(warm, snr=(0.0, 1.0)))
 
 
+def test_the_cache_tells_classes_from_unseen_ones(tmp_path, monkeypatch):
+    """Three classes and one unseen are another sea than two and two, though their names follow each other alike."""
+    from dataclasses import replace
+
+    monkeypatch.setenv("FEDBAYES_CACHE", str(tmp_path))
+    seas = [(("cargo", "ferry", "tug"), ("trawler",)), (("cargo", "ferry"), ("tug", "trawler"))]
+    for classes, unseen in seas:
+        warm = replace(SEA, sites=2, recordings=2, length=1.0, cache=True, classes=classes, unseen=unseen)
+        got = load_source("sonar-synthetic", sonar=warm)
+        fresh = load_source("sonar-synthetic", sonar=replace(warm, cache=False))
+        assert torch.equal(got.train.inputs, fresh.train.inputs)
+        assert torch.equal(got.ood["unseen"].inputs, fresh.ood["unseen"].inputs)
+
+
 def test_classes_of_the_sea_can_be_chosen_and_are_checked():
     from dataclasses import replace
 
@@ -187,3 +201,63 @@ def test_every_picture_of_the_sea(kind):
     assert data.train.inputs.dtype == (torch.float16 if kind == "waveform" else torch.uint8)
     assert torch.isfinite(data.train.inputs.float()).all()
     assert float(data.train.inputs.float().std()) > 0.5
+
+
+def test_a_class_of_one_recording_trains_and_is_said_to_be_untested(tmp_path, write, make_tone):
+    for name in ("tug/a", "cargo/a", "cargo/b", "cargo/c"):
+        write(
+            tmp_path / f"{name}.wav",
+            make_tone(2, 4000, 300 + 50 * len(list(tmp_path.rglob("*"))), seed=len(name)),
+            4000,
+        )
+    data = load(Data(name=str(tmp_path)), sonar=SMALL)
+    assert "no recording of class tug" in data.notes
+    assert set(data.train.columns["class"]) == {"tug", "cargo"}
+    assert set(data.test.columns["class"]) == {"cargo"}
+    for name in ("b", "c"):
+        (tmp_path / "cargo" / f"{name}.wav").unlink()
+    with pytest.raises(DataError, match="no test examples"):
+        load(Data(name=str(tmp_path)), sonar=SMALL)
+
+
+def test_a_copy_under_another_name_is_on_the_same_side(tmp_path, write, make_tone):
+    for i in range(6):
+        samples = (
+            np.round(make_tone(2, 4000, 300 + 90 * i, seed=i) * 2**15) / 2**15
+        )  # what 16 bits hold, so no copy differs
+        write(tmp_path / "ab"[i % 2] / f"{i}.wav", samples, 4000)
+        write(tmp_path / "ab"[i % 2] / f"copy of {i}.flac", samples, 4000)
+    with pytest.warns(UserWarning, match=r"copy of 5\.flac \(class b\) is heard in 'b/5' too"):
+        data = load(Data(name=str(tmp_path)), sonar=SMALL)
+    assert len(np.unique(np.concatenate([data.train.columns["recording"], data.test.columns["recording"]]))) == 6
+    assert len(data.test) > 0
+    check_disjoint({"training": data.train, "test": data.test})
+
+
+def test_a_written_sea_holds_out_the_ships_that_a_run_tests(tmp_path, synthetic):
+    """What a node reads from its site's folder is what that site's client trains on in a run on the same sea."""
+    from dataclasses import replace
+
+    folders = write_sea(tmp_path, SEA, 0, unseen=("submarine", "waterjet"), hold_out=True)
+    sonar = replace(SEA, classes=synthetic.classes, unseen=("submarine", "waterjet"))
+    listed = load(Data(name=str(tmp_path / "recordings.csv")), sonar=sonar)
+    for part, other in ((listed.train, synthetic.train), (listed.test, synthetic.test), (listed.ood["unseen"], synthetic.ood["unseen"])):  # fmt: skip
+        assert set(part.columns["recording"]) == set(other.columns["recording"])
+    shards = partition(Partition("column", 0, column="site"), listed.train, 0)
+    assert [f.name for f in folders] == ["site-00", "site-01", "site-02"]
+    for folder, shard in zip(folders, shards, strict=True):
+        own = read_site(folder, sonar).train
+        assert torch.equal(own.inputs, listed.train.take(shard).inputs)
+        assert torch.equal(own.labels, listed.train.take(shard).labels)
+
+
+def test_a_site_does_not_train_on_what_its_list_marks_as_test(tmp_path, write, make_tone):
+    rows = ["file,class,split"]
+    for i in range(4):
+        write(tmp_path / f"{i}.wav", make_tone(2, 4000, 300 + 90 * i, seed=i), 4000)
+        rows.append(f"{i}.wav,{'ab'[i % 2]},{'test' if i == 3 else ''}")
+    (tmp_path / "list.csv").write_text("\n".join(rows))
+    from dataclasses import replace
+
+    own = read_site(tmp_path / "list.csv", replace(SMALL, classes=("a", "b")))
+    assert set(own.train.columns["recording"]) == {"0", "1", "2"}

@@ -18,7 +18,7 @@ from ..data import Dataset, Examples, load
 from ..data.sonar.pictures import Picture as SoundPicture
 from ..data.sonar.pictures import axes_of, make_picture
 from ..data.sonar.pooling import Pooled, confusion, pool
-from ..data.sonar.recordings import Recording, Unreadable, read
+from ..data.sonar.recordings import Recording, Unreadable, libraries, read
 from ..errors import FedBayesError
 from ..experiment import Experiment
 from . import style
@@ -166,7 +166,17 @@ def _queue(m: _Material) -> str:
         item, size = _item(m, m.test, m.dataset.test, m.pooled, int(number), f"queue-{place}", AUDIO_BUDGET - spent)
         items.append(item)
         spent += size
-    return f'<h3>The queue: least sure first</h3><div class="figures">{"".join(items)}</div>'
+    silent = "" if spent else f'<p class="remark">{html.escape(_why_silent())}</p>'
+    return f'<h3>The queue: least sure first</h3>{silent}<div class="figures">{"".join(items)}</div>'
+
+
+def _why_silent() -> str:
+    """Say why there is nothing to listen to."""
+    try:
+        libraries()
+    except FedBayesError as error:
+        return f"There is nothing to listen to: {error}"
+    return "There is nothing to listen to: the recordings have gone from where they were read."
 
 
 def _strangers(m: _Material) -> str:
@@ -242,10 +252,9 @@ def _tile(m: _Material, stored: torch.Tensor, samples: np.ndarray, truth: str) -
 def _audio(m: _Material, columns: dict[str, Any]) -> str:
     """Return up to six seconds of the recording as base64 FLAC, 8 kHz mono; empty where it cannot be had."""
     try:
-        import soundfile
-
+        soundfile, _ = libraries()
         samples = _sound(m, columns)
-    except (ImportError, FedBayesError, Unreadable, OSError):
+    except (FedBayesError, Unreadable, OSError):
         return ""
     samples = samples - samples.mean()
     peak = float(np.abs(samples).max()) if len(samples) else 0.0
@@ -263,8 +272,7 @@ def _sound(m: _Material, columns: dict[str, Any]) -> np.ndarray:
         from ..data.sonar.sources import passages
 
         passage = next(p for p in passages(sonar, m.experiment.seed) if p.recording == columns["recording"])
-        import soxr
-
+        soxr = libraries()[1]
         whole = soxr.resample(hear(passage, sonar.length, sonar.sample_rate).samples, sonar.sample_rate, AUDIO_RATE)
         begin = int(start * AUDIO_RATE)
         return whole[begin : begin + int(AUDIO_SECONDS * AUDIO_RATE)]

@@ -73,13 +73,12 @@ def picture_blocks(
     blocks: Iterable[np.ndarray], picture: Picture, overlap: float, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, np.ndarray]:
     """Return the stored pictures of a stream of samples and the seconds they start at; silent segments are left out."""
-    pictures, starts, power, heard = [], [], 0.0, 0
+    pictures, starts, heard = [], [], 0
     batch = max(1, BATCH_SAMPLES // picture.samples)
     for samples, positions in segments(blocks, picture.samples, stride_of(picture, overlap), batch):
-        samples = samples - samples.mean(axis=1, keepdims=True)
-        loudness = np.square(samples, dtype=np.float32).mean(axis=1, dtype=np.float64)
-        power, heard = power + loudness.sum(), heard + len(loudness)
-        sounding = loudness >= SILENCE**2
+        heard += len(samples)
+        level, samples = at_unit_power(samples)
+        sounding = level >= SILENCE
         if sounding.any():
             made = picture(torch.from_numpy(samples[sounding]).to(device))
             pictures.append(picture.quantise(made).cpu())
@@ -89,6 +88,20 @@ def picture_blocks(
     if not pictures:
         judge_silence(0.0)
     return torch.cat(pictures), np.concatenate(starts)
+
+
+def at_unit_power(samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each row's level (root mean square without its mean) and the rows brought to level 1; silence stays 0.
+
+    Floating-point recordings come in pascal, in counts, in anything: at unit power no picture can over- or underflow.
+    The peak is taken out first, so that the squares cannot either.
+    """
+    samples = samples - samples.mean(axis=1, keepdims=True)
+    peak = np.maximum(samples.max(axis=1, keepdims=True), -samples.min(axis=1, keepdims=True))
+    samples /= np.where(peak > 0, peak, 1)
+    relative = np.sqrt(np.einsum("ns,ns->n", samples, samples, dtype=np.float64) / samples.shape[1])[:, None]
+    samples /= np.where(relative > 0, relative, 1).astype(np.float32)
+    return (peak * relative)[:, 0], samples
 
 
 def _checked(blocks: Iterable[np.ndarray], rate: int) -> Iterator[np.ndarray]:

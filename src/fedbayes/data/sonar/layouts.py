@@ -7,6 +7,9 @@ To add one: a function ``folder -> list[Recording]``, a function ``folder -> boo
 from __future__ import annotations
 
 import csv
+import io
+import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,7 +42,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "vessel": ("vessel", "ship", "mmsi", "name"),
     "start": ("start", "begin", "onset"),
     "stop": ("stop", "end", "offset"),
-    "split": ("split", "subset", "fold"),
+    "split": ("split", "subset"),
 }
 
 
@@ -84,17 +87,33 @@ def read_csv(path: Path) -> list[Recording]:
 
     Paths are relative to the CSV. Without a recording column every file is its own recording.
     """
-    text = path.read_text(encoding="utf-8-sig")
-    delimiter = max(",;\t", key=(text.splitlines() or [""])[0].count)
-    rows = list(csv.DictReader(text.splitlines(), delimiter=delimiter))
+    rows = _read_table(path)
     if not rows:
         raise DataError(f"{path} has no rows; it needs a header with file and class, and a row for each file.")
-    names = {n.strip().lower(): n for n in rows[0] if n}
+    names = {n.strip().lower(): n for n in rows[0][1] if n}
     found = {key: next((names[a] for a in aliases if a in names), "") for key, aliases in COLUMNS.items()}
     for key in ("file", "class"):
         if not found[key]:
             raise DataError(f"{path} has no column '{key}'; its columns are: {', '.join(names)}.")
-    return [_from_row(path, line, row, found) for line, row in enumerate(rows, start=2)]
+    listed = [(line, _from_row(path, line, row, found)) for line, row in rows]
+    _refuse_contradictions(path, listed)
+    return [recording for _, recording in listed]
+
+
+def _read_table(path: Path) -> list[tuple[int, dict[str, str]]]:
+    """Return a table's rows by their column names, each with the line it ends at; rows of empty cells are left out."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as CSV in UTF-8.") from None  # fmt: skip
+    if "\0" in text:
+        raise DataError(f"{path} is not a CSV: it holds bytes that are not text; save it as CSV in UTF-8.")
+    delimiter = max(",;\t", key=(text.splitlines() or [""])[0].count)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
+    try:
+        return [(reader.line_num, row) for row in reader if any(isinstance(v, str) and v.strip() for v in row.values())]
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num}: not a row of a CSV ({error}).") from None
 
 
 def _from_row(path: Path, line: int, row: Mapping[str, str], found: Mapping[str, str]) -> Recording:
@@ -105,23 +124,50 @@ def _from_row(path: Path, line: int, row: Mapping[str, str], found: Mapping[str,
     split = value["split"].lower() if value["split"].lower() in ("train", "test") else ""
     if value["split"] and not split:
         raise DataError(f"{path}, line {line}: split is '{value['split']}'; it must be train, test or empty.")
-    try:
-        start, stop = (float(value[key] or 0.0) for key in ("start", "stop"))
-    except ValueError:
-        raise DataError(
-            f"{path}, line {line}: start and stop must be seconds, not '{value['start']}', '{value['stop']}'."
-        ) from None
+    start, stop = _span(path, line, value["start"], value["stop"])
     file = Path(value["file"])
     return Recording(
         path=file if file.is_absolute() else path.parent / file,
         label=value["class"],
-        recording=value["recording"] or str(file.with_suffix("")),
+        recording=value["recording"] or os.path.normpath(file.with_suffix("")),
         site=value["site"],
         vessel=value["vessel"],
         start=start,
         stop=stop,
         split=split,
     )
+
+
+def _span(path: Path, line: int, start: str, stop: str) -> tuple[float, float]:
+    try:
+        span = float(start or 0.0), float(stop or 0.0)
+    except ValueError:
+        span = math.nan, math.nan
+    if not (0 <= span[0] < math.inf and 0 <= span[1] < math.inf and (span[1] == 0 or span[0] < span[1])):
+        raise DataError(
+            f"{path}, line {line}: start and stop must be seconds, not '{start}', '{stop}'; start comes before stop, and no "
+            "stop means to the end."
+        )
+    return span
+
+
+def _refuse_contradictions(path: Path, listed: list[tuple[int, Recording]]) -> None:
+    """Refuse a table that gives the same sound two classes: one of the rows is wrong, and only its author knows which."""
+    by_file: dict[str, list[tuple[int, Recording]]] = {}
+    for line, recording in listed:
+        by_file.setdefault(os.path.realpath(recording.path), []).append((line, recording))
+    for rows in by_file.values():
+        rows.sort(key=lambda row: row[1].start)
+        reach: dict[str, tuple[float, int]] = {}  # of each class: how far its parts go, and which row goes there
+        for line, r in rows:
+            for label, (end, other) in reach.items():
+                if label != r.label and r.start < end:
+                    a, b = sorted([(other, label), (line, r.label)])
+                    raise DataError(
+                        f"{path}, lines {a[0]} and {b[0]}: the same part of '{r.path.name}' is '{a[1]}' and '{b[1]}'; it "
+                        "can have one class only."
+                    )
+            reach[r.label] = max(reach.get(r.label, (0.0, line)), (r.stop or math.inf, line))
 
 
 # ---- class/recording -----------------------------------------------------------------------------------------------
@@ -253,10 +299,7 @@ def _shipsear_table(folder: Path) -> dict[str, dict[str, str]]:
         if path.suffix.lower() == ".xlsx":
             rows = read_workbook(path)
         else:
-            text = path.read_text(encoding="utf-8-sig")
-            rows = list(
-                csv.DictReader(text.splitlines(), delimiter=max(",;\t", key=(text.splitlines() or [""])[0].count))
-            )
+            rows = [row for _, row in _read_table(path)]
         rows = [{(k or "").strip().lower(): (v or "").strip() for k, v in row.items() if k} for row in rows]
         if rows and "id" in rows[0] and "type" in rows[0]:
             return {str(row["id"]).removesuffix(".0").lstrip("0"): row for row in rows}

@@ -7,6 +7,7 @@ never cut through a recording or a vessel, so these names matter more than the a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ class Recording:
 
     ``recording`` names the listening that the file belongs to (several files may share it), ``vessel`` and ``site``
     are empty where unknown; ``start`` and ``stop`` cut a part out of the file (seconds; ``stop`` 0: to its end);
-    ``split`` is ``train``, ``test`` or empty (decided by seed).
+    ``split`` is ``train``, ``test`` or empty (decided by seed; training where others of the list are marked).
     """
 
     path: Path
@@ -56,18 +57,38 @@ class Unreadable(Exception):
 
 
 def audio_files(folder: Path) -> list[Path]:
-    """Return every audio file below ``folder``, sorted by path; hidden files are left alone."""
-    found = (p for p in folder.rglob("*") if p.suffix.lower() in AUDIO_SUFFIXES and not p.name.startswith("."))
-    return sorted(p for p in found if p.is_file())
+    """Return every audio file below ``folder``, sorted by path.
+
+    Hidden files and folders are left alone (and ``__MACOSX``, what archives made on a Mac leave behind). Folders that
+    are links are followed, for recordings often lie on another disk; each real folder is entered once.
+    """
+    found: list[Path] = []
+    entered: set[str] = set()
+    for here, inner, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(here)
+        if real in entered:
+            inner.clear()
+            continue
+        entered.add(real)
+        inner[:] = [n for n in inner if not n.startswith(".") and n != "__MACOSX"]
+        inner.sort(key=lambda n: (os.path.islink(os.path.join(here, n)), n))  # what is really here comes first
+        paths = (Path(here, n) for n in names if not n.startswith("."))
+        found += [p for p in paths if p.suffix.lower() in AUDIO_SUFFIXES and p.is_file()]
+    return sorted(found)
 
 
-def _libraries() -> tuple[Any, Any]:
+def libraries() -> tuple[Any, Any]:
+    """Import soundfile and soxr; raise ``DataError`` that says what to install where they are missing."""
     try:
         import soundfile
         import soxr
     except ImportError as error:
         raise DataError(
             f"Reading recordings needs the package '{error.name}'; install it with: pip install 'fedbayes[sonar]'."
+        ) from None
+    except OSError as error:  # soundfile is there, the C library it wraps is not
+        raise DataError(
+            f"Reading recordings needs libsndfile ({error}); install it with your system's packages."
         ) from None
     return soundfile, soxr
 
@@ -91,13 +112,37 @@ def stream(recording: Recording, rate: int, channel: int = -1, seconds: float = 
     Raises ``Unreadable`` for a file that is broken, holds NaN, or has no such channel; silence is judged by whoever
     has heard all of it.
     """
-    soundfile, soxr = _libraries()
+    soundfile, soxr = libraries()
+    if not recording.path.is_file():
+        raise Unreadable("is not there")
+    _refuse_torn_wave(recording.path)
     try:
         with soundfile.SoundFile(str(recording.path)) as file:
             yield from _decode(file, soxr, recording, rate, channel, seconds)
     except (soundfile.LibsndfileError, RuntimeError, OSError) as error:
         reason = str(error).removeprefix(f"Error opening {str(recording.path)!r}: ").strip().rstrip(".")
         raise Unreadable(f"cannot be decoded ({reason})") from None
+
+
+def _refuse_torn_wave(path: Path) -> None:
+    """Refuse a WAV file that ends before its header says: libsndfile would read what is left without a word.
+
+    Sizes of 0 and those near 2^32 are what recorders write that never came back to fill them in: no claim.
+    """
+    try:
+        with open(path, "rb") as file:
+            if file.read(4) != b"RIFF" or file.seek(4, os.SEEK_CUR) != 8 or file.read(4) != b"WAVE":
+                return
+            end = os.fstat(file.fileno()).st_size
+            while len(head := file.read(8)) == 8:
+                size, begin = int.from_bytes(head[4:], "little"), file.tell()
+                if head[:4] == b"data":
+                    if 0 < size < 0xFFFFF000 and begin + size > end:
+                        raise Unreadable(f"is cut off: its header says {size} bytes of sound, {end - begin} are there")
+                    return
+                file.seek(begin + size + size % 2)
+    except OSError:
+        return  # whoever decodes it says what is wrong
 
 
 def _decode(
@@ -153,7 +198,7 @@ class Facts:
 
 def facts(path: Path) -> Facts:
     """Read a file's header; raises ``Unreadable`` when it has none that can be read."""
-    soundfile, _ = _libraries()
+    soundfile, _ = libraries()
     try:
         info = soundfile.info(str(path))
     except (soundfile.LibsndfileError, RuntimeError, OSError) as error:

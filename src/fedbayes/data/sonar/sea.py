@@ -12,9 +12,11 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...seeds import numpy_rng
+from ..splits import linked
 from .ambient import noise, sea_state_wind, wenz
 from .propagation import Geometry, closest_point_track, propagate
-from .recordings import _libraries
+from .recordings import libraries
+from .splits import choose_test
 from .vessels import CLASSES, KNOWN, Vessel, draw_vessel, radiate
 
 if TYPE_CHECKING:
@@ -205,20 +207,53 @@ def hear_all(
             yield from zip(chunk, pool.map(lambda p: hear(p, seconds, rate), chunk), strict=True)
 
 
-def write_sea(folder: str | Path, sonar: Sonar, seed: int = 0, classes: Sequence[str] = KNOWN) -> list[Path]:
-    """Write a sea as ``folder/site-00/CLASS/RECORDING.flac`` and ``folder/site-00/recordings.csv``, a folder a site.
+def write_sea(
+    folder: str | Path,
+    sonar: Sonar,
+    seed: int = 0,
+    classes: Sequence[str] = KNOWN,
+    *,
+    unseen: Sequence[str] = (),
+    hold_out: bool = False,
+) -> list[Path]:
+    """Write a sea as ``folder/site-00/CLASS/RECORDING.flac`` with ``recordings.csv``, a folder a site; return the folders.
 
-    For rehearsals over real machines: each node is given its site's folder. The peak of each file is at half scale.
-    """
-    soundfile, _ = _libraries()
-    rows: dict[Path, list[str]] = {}
-    for passage, heard in hear_all(plan(sonar, seed, classes), sonar.length, sonar.sample_rate):
-        home = Path(folder) / passage.site.name
-        file = Path(passage.label) / f"{passage.recording}.flac"
-        (home / file).parent.mkdir(parents=True, exist_ok=True)
-        soundfile.write(str(home / file), 0.5 * heard.samples / np.abs(heard.samples).max(), sonar.sample_rate)
-        row = f"{file.as_posix()},{passage.label},{passage.recording},{passage.site.name},{passage.vessel.name}"
-        rows.setdefault(home, ["file,class,recording,site,vessel"]).append(row)
-    for home, lines in rows.items():
-        (home / "recordings.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return sorted(rows)
+    For rehearsals over real machines: each node is given its site's folder. With ``hold_out`` the ships that a run on
+    this sea would test (``sonar.test``, by ``seed``) lie in ``folder/test`` instead, as do those of ``unseen`` classes,
+    and ``folder/recordings.csv`` lists everything for whoever judges. The peak of each file is at half scale.
+    """  # fmt: skip
+    soundfile, _ = libraries()
+    passages = plan(sonar, seed, classes)
+    held = _held_out(passages, classes, sonar, seed) if hold_out else set()
+    passages = passages + (plan(sonar, seed, unseen, recordings=max(1, sonar.recordings // 3)) if unseen else [])
+    lists: dict[str, list[str]] = {}
+    everything: list[str] = []
+    for passage, heard in hear_all(passages, sonar.length, sonar.sample_rate):
+        apart = hold_out and (passage.recording in held or passage.label in unseen)
+        home = "test" if apart else passage.site.name
+        file = f"{passage.label}/{passage.recording}.flac"
+        path = Path(folder) / home / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        soundfile.write(str(path), 0.5 * heard.samples / np.abs(heard.samples).max(), sonar.sample_rate)
+        row = f"{passage.label},{passage.recording},{passage.site.name},{passage.vessel.name}"
+        lists.setdefault(home, []).append(f"{file},{row}")
+        everything.append(f"{home}/{file},{row},{'test' if apart else 'train'}")
+    for home, rows in lists.items():
+        _write_list(Path(folder) / home, "file,class,recording,site,vessel", rows)
+    if hold_out:
+        _write_list(Path(folder), "file,class,recording,site,vessel,split", everything)
+    return [Path(folder) / home for home in sorted(lists) if home != "test"]
+
+
+def _write_list(folder: Path, header: str, rows: list[str]) -> None:
+    """Write a list in the order in which a folder is read, so that both number the recordings alike."""
+    (folder / "recordings.csv").write_text("\n".join([header, *sorted(rows)]) + "\n", encoding="utf-8")
+
+
+def _held_out(passages: Sequence[Passage], classes: Sequence[str], sonar: Sonar, seed: int) -> set[str]:
+    """Return the recordings that a run on this sea tests: those of ships held out by seed."""
+    names = [np.array(column) for column in zip(*((p.recording, p.vessel.name) for p in passages), strict=True)]
+    labels = np.array([list(classes).index(p.label) for p in passages])
+    share = {"share": sonar.test, "folds": sonar.folds, "fold": sonar.fold, "seed": seed}
+    test = choose_test(linked(names), labels, np.ones(len(passages)), **share)
+    return {p.recording for p, t in zip(passages, test, strict=True) if t}

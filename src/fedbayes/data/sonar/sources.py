@@ -21,7 +21,7 @@ from .extraction import Features, cache_file, cached, extract, picture_blocks
 from .layouts import catalogue
 from .pictures import Picture, make_picture
 from .recordings import Recording, Skipped
-from .splits import check_disjoint, choose_test, groups_of
+from .splits import check_disjoint, choose_test, groups_of, joined
 from .vessels import KNOWN, UNSEEN
 
 UNSEEN_NAME = "unseen"
@@ -45,8 +45,8 @@ def read_recordings(source: str | Path, sonar: Sonar, seed: int, name: str = "")
     """Load recordings of a folder or CSV as a data set of pictures.
 
     Segments become examples with the columns ``recording``, ``vessel``, ``site``, ``start`` (seconds), ``file`` and ``picture``.
-    Training and test share no recording and no known vessel. Files that cannot be used are named in a warning and in
-    the data set's notes.
+    Training and test share no recording and no known vessel, and the same sound under two names is one recording.
+    Files that cannot be used are named in a warning and in the notes, classes that the test does not hold in the notes.
     """
     listed = catalogue(source, sonar.layout)
     picture = make_picture(sonar)
@@ -60,32 +60,47 @@ def read_recordings(source: str | Path, sonar: Sonar, seed: int, name: str = "")
         cache=cache_folder(sonar),
         device=picturing_device(),
     )
+    everything = joined(known + outside, features)
+    known = everything[: len(known)]
     inside = features.owner < len(known)
-    examples = _examples(features, known + outside, classes, sonar.picture)
+    examples = _examples(features, everything, classes, sonar.picture)
     test = _test_mask(known, features, classes, sonar, seed)
     mask = np.zeros(len(features.owner), dtype=bool)
     mask[inside] = test[features.owner[inside]]
     return _dataset(
-        name or Path(source).name,
+        name or Path(source).resolve().name,
         train=examples.take(np.flatnonzero(inside & ~mask)),
         test=examples.take(np.flatnonzero(inside & mask)),
         outside=examples.take(np.flatnonzero(~inside)),
         classes=classes,
-        notes=_notes(str(source), sonar, features.skipped),
+        notes=_notes(str(source), sonar, features.skipped) + _untested(known, test, classes, sonar),
     )
+
+
+def _untested(known: Sequence[Recording], test: np.ndarray, classes: tuple[str, ...], sonar: Sonar) -> str:
+    """Say which classes the test does not hold; with folds that is as it must be."""
+    missing = [c for c in classes if not any(t and r.label == c for r, t in zip(known, test, strict=True))]
+    if not missing or sonar.folds or sonar.test == 0:
+        return ""
+    return f" The test holds no recording of class {', '.join(missing)}: what hangs together as one recording or ship is not parted."
 
 
 def read_site(source: str | Path, sonar: Sonar, seed: int = 0) -> Dataset:
     """Load the recordings of one site, all of them for training: what a node of a federation does with its own folder.
 
-    The server judges, so nothing is set aside; the test part is the training part. ``sonar.classes`` must list the
-    classes, because a site may lack some and every node has to number them alike.
+    The server judges, so nothing is set aside but what the site's own list marks as ``test``; the test part is the
+    training part. ``sonar.classes`` must list the classes, because a site may lack some and every node has to number
+    them alike.
     """
     if not sonar.classes:
         raise ConfigError(
             "'sonar.classes' is empty; nodes that read their own folders need it to number classes alike."
         )
-    listed = [r for r in catalogue(source, sonar.layout) if r.label not in sonar.unseen]
+    listed = [r for r in catalogue(source, sonar.layout) if r.label not in sonar.unseen and r.split != "test"]
+    if not listed:
+        raise DataError(
+            f"{source} holds no recording to train on: all are of 'sonar.unseen' classes or marked as test."
+        )
     known, classes = _sort_classes(listed, replace(sonar, unseen=()))
     features = extract(
         known, make_picture(sonar), overlap=sonar.overlap, channel=sonar.channel,
@@ -93,7 +108,7 @@ def read_site(source: str | Path, sonar: Sonar, seed: int = 0) -> Dataset:
     )  # fmt: skip
     examples = _examples(features, known, classes, sonar.picture)
     notes = _notes(str(source), sonar, features.skipped)
-    return Dataset(Path(source).name, examples, examples, classes, notes=notes)
+    return Dataset(Path(source).resolve().name, examples, examples, classes, notes=notes)
 
 
 def _sort_classes(listed: Sequence[Recording], sonar: Sonar) -> tuple[list[Recording], tuple[str, ...]]:
@@ -116,7 +131,10 @@ def _test_mask(
 ) -> np.ndarray:
     """Return which recordings are the test's: as the CSV says, else by seed."""
     if any(r.split for r in known):
-        return np.array([r.split == "test" for r in known])
+        mask = np.array([r.split == "test" for r in known])
+        if not mask.any():
+            raise DataError("the column 'split' marks no recording as test; mark some, or leave the column out.")
+        return mask
     counts = np.bincount(features.owner, minlength=len(known))[: len(known)]
     used = np.flatnonzero(counts)
     chosen = [known[int(i)] for i in used]
@@ -235,11 +253,11 @@ def synthetic(request: Request) -> Dataset:
     Ships, not only recordings, are held out for the test.
     """
     sonar, seed = request.sonar or Sonar(), request.seed
-    classes, unseen = sea_classes(sonar)
+    classes = sea_classes(sonar)[0]
     everything = passages(sonar, seed)
     known = sum(p.label in classes for p in everything)
     recordings = [_as_recording(p) for p in everything]
-    features = _hear_features(everything, sonar, seed, make_picture(sonar), classes + unseen)
+    features = _hear_features(everything, sonar, seed, make_picture(sonar))
     examples = _examples(features, recordings, classes, sonar.picture)
     inside = features.owner < known
     test = _test_mask(recordings[:known], features, classes, sonar, seed)
@@ -277,18 +295,17 @@ def _as_recording(passage: sea.Passage) -> Recording:
     return Recording(Path(""), passage.label, passage.recording, passage.site.name, passage.vessel.name)
 
 
-def _hear_features(
-    everything: list[sea.Passage], sonar: Sonar, seed: int, picture: Picture, classes: tuple[str, ...]
-) -> Features:
+def _hear_features(everything: list[sea.Passage], sonar: Sonar, seed: int, picture: Picture) -> Features:
     """Make and picture the sea's recordings, or take the whole sea from the cache."""
     folder = cache_folder(sonar)
-    settings = (sonar.recordings, sonar.sites, sonar.length, sonar.traffic, sonar.snr, sonar.overlap, classes)
-    file = None if folder is None else cache_file(folder, "sea", sea.VERSION, seed, settings, picture.key())
+    settings = (sonar.recordings, sonar.sites, sonar.length, sonar.traffic, sonar.snr, sonar.overlap)
+    heard = [f"{p.recording} {p.site.name}" for p in everything]
+    file = None if folder is None else cache_file(folder, "sea", sea.VERSION, seed, settings, heard, picture.key())
 
     def make() -> tuple[Tensor, np.ndarray]:
         device, parts, starts = picturing_device(), [], []
-        heard = sea.hear_all(everything, sonar.length, sonar.sample_rate, workers=min(4, os.cpu_count() or 1))
-        for _, sound in _progress(heard, len(everything)):
+        sounds = sea.hear_all(everything, sonar.length, sonar.sample_rate, workers=min(4, os.cpu_count() or 1))
+        for _, sound in _progress(sounds, len(everything)):
             pictures, at = picture_blocks([sound.samples], picture, sonar.overlap, device)
             parts.append(pictures)
             starts.append(at)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+import os
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,7 +15,59 @@ from ...errors import ConfigError, DataError
 from ...seeds import numpy_rng
 from ..examples import Examples
 from ..splits import linked
+from .extraction import Features
 from .recordings import Recording
+
+
+class SameSound(UserWarning):
+    """Recordings under different names that hold the same sound, by name; they count as one."""
+
+
+def joined(recordings: Sequence[Recording], features: Features) -> list[Recording]:
+    """Return the recordings, those that hold the same sound under different names renamed to one of them.
+
+    A copy under another name (or as FLAC, or in another folder) would otherwise be trained on and tested. The same
+    sound is a picture equal to the last bit, or overlapping parts of one file. Copies with another gain or bandwidth
+    are not found: they differ in the last bits.
+    """
+    owner = features.owner
+    if len(owner) == 0:
+        return list(recordings)
+    names = np.array([r.recording for r in recordings])[owner]
+    group = linked([names, _stretches(recordings)[owner], _fingerprints(features)])
+    first: dict[int, str] = {}
+    found, renamed = list(recordings), []
+    for number, kind in dict(zip(owner.tolist(), group.tolist(), strict=True)).items():
+        name = first.setdefault(kind, recordings[number].recording)
+        if name != recordings[number].recording:
+            renamed.append(f"{recordings[number].path} (class {recordings[number].label}) is heard in '{name}' too")
+            found[number] = replace(recordings[number], recording=name)
+    if renamed:
+        text = "; ".join(renamed[:10]) + (f"; and {len(renamed) - 10} more" if len(renamed) > 10 else "")
+        warnings.warn(f"the same sound under different names counts as one recording: {text}.", SameSound, stacklevel=3)
+    return found
+
+
+def _stretches(recordings: Sequence[Recording]) -> np.ndarray:
+    """Number the stretches of files that overlapping parts cover together."""
+    keys = [(os.path.realpath(r.path), r.start, r.stop or math.inf, i) for i, r in enumerate(recordings)]
+    number, end, file = -1, 0.0, ""
+    out = np.empty(len(recordings), dtype=np.int64)
+    for path, start, stop, i in sorted(keys):
+        if path != file or start >= end:
+            number, end, file = number + 1, stop, path
+        out[i], end = number, max(end, stop)
+    return out
+
+
+def _fingerprints(features: Features) -> np.ndarray:
+    """Return a text for each picture that equal pictures share; one without any contrast says nothing and has none."""
+    flat = features.inputs.flatten(1)
+    plain = (flat.amin(1) == flat.amax(1)).tolist()
+    rows = flat.numpy()
+    return np.array(
+        ["" if p else hashlib.blake2b(row.tobytes(), digest_size=12).hexdigest() for p, row in zip(plain, rows, strict=True)]
+    )  # fmt: skip
 
 
 def groups_of(recordings: Sequence[Recording]) -> np.ndarray:
@@ -18,12 +75,12 @@ def groups_of(recordings: Sequence[Recording]) -> np.ndarray:
     return linked([np.array([r.recording for r in recordings]), np.array([r.vessel for r in recordings])])
 
 
-def _units(groups: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each group's class (that of most of its sound) and its weight."""
+def _units(groups: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return each group's class (that of most of its sound), its weight, and which classes it holds at all."""
     count, classes = groups.max() + 1, labels.max() + 1
     table = np.zeros((count, classes))
     np.add.at(table, (groups, labels), weights)
-    return table.argmax(1), table.sum(1)
+    return table.argmax(1), table.sum(1), table > 0
 
 
 def choose_test(
@@ -36,7 +93,7 @@ def choose_test(
     class by class in random order, and fold number ``fold`` is the test; with as many folds as recordings this is
     leave-one-recording-out.
     """
-    kinds, sizes = _units(groups, labels, weights)
+    kinds, sizes, holds = _units(groups, labels, weights)
     if folds:
         return _deal_folds(kinds, folds, fold, seed)[groups] == fold
     if not 0 <= share < 1:
@@ -45,9 +102,11 @@ def choose_test(
     for kind in np.unique(kinds):
         members = numpy_rng(seed, "sonar", "test", int(kind)).permutation(np.flatnonzero(kinds == kind))
         wanted, got = share * sizes[members].sum(), 0.0
-        for n, group in enumerate(members[:-1]):
-            if share == 0 or (n and got + sizes[group] / 2 > wanted):
+        for group in members[:-1]:
+            if share == 0 or (got and got + sizes[group] / 2 > wanted):
                 break
+            if (holds[~held].sum(0)[holds[group]] < 2).any():  # the last that trains a class it holds beside its own
+                continue
             held[group], got = True, got + sizes[group]
     return held[groups]
 
