@@ -23,6 +23,7 @@ from .data import (
     get_source,
     hold_out,
     load,
+    load_inputs,
     make_transform,
     partition,
     split_validation,
@@ -176,11 +177,7 @@ def _unlabelled(e: Experiment, dataset: Dataset, held: np.ndarray, data_dir: Any
         return None
     if not e.distill.data:
         return dataset.train.take(held)
-    other = load(dataclasses.replace(e.data, name=e.distill.data, ood="", exclude_classes=(), limit=0, test_limit=0),
-                 data_dir=data_dir, seed=e.seed)  # fmt: skip
-    from .distill.inputs import fit
-
-    return fit(other.unlabelled or other.train, tuple(dataset.train.inputs.shape[1:]))
+    return load_inputs(e.distill.data, dataset.train, sonar=e.sonar, data_dir=data_dir, seed=e.seed)
 
 
 def captures_moment(experiment: Experiment) -> bool:

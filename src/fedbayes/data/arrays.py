@@ -216,6 +216,14 @@ def npz(request: Request) -> Dataset:
     )
 
 
+def npz_inputs(path: Path) -> Examples:
+    """Return the training inputs of an .npz file (its test inputs where it has no others); labels are not needed or kept."""
+    arrays = read_npz(path)
+    found = {role: _find(arrays, role, path) for role in ("inputs", "test_inputs")}
+    inputs = found["inputs"] if found["inputs"] is not None else found["test_inputs"]
+    return _inputs_only(inputs, None, path).test
+
+
 def _inputs_only(inputs: np.ndarray | None, labels: np.ndarray | None, path: Path) -> Dataset:
     if inputs is None:
         raise DataError(f"{path} has no inputs: it needs an array called 'inputs' or 'test_inputs'.")

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import DataError
 from ..seeds import numpy_rng
+from .arrays import npz_inputs
 from .examples import Dataset, Examples
 from .matching import match
 from .sources import PATH_SOURCES, Request, data_directory, get_source
@@ -52,9 +53,11 @@ def load_inputs(
     An ``.npz`` file needs no labels for it. Labels, where there are any, are those of the other set.
     """
     source = get_source(name)
-    request = Request(name, data_directory(data_dir), seed, sonar, test_only=source.name == "npz")
-    dataset = source.read(request)
-    part = dataset.train if len(dataset.train) else dataset.test
+    if source.name == "npz":
+        part = npz_inputs(Path(name).expanduser())
+    else:
+        dataset = source.read(Request(name, data_directory(data_dir), seed, sonar))
+        part = dataset.train if len(dataset.train) else dataset.test
     return match(part, like, f"'{name}' as unlabelled inputs")
 
 

@@ -148,12 +148,15 @@ def _sets(e: Experiment) -> tuple[str, ...]:
 def _absent(experiment: Experiment, data_dir: str | Path | None) -> str | None:
     """Say why a cell's data cannot be had, or None."""
     from ..data import load_source
+    from ..data.arrays import npz_inputs
 
+    server = experiment.distill.data if experiment.distill.enabled else ""
     for name in _sets(experiment):
-        if not name:
-            continue
         try:
-            load_source(name, data_dir=data_dir)
+            if name and name == server and name.endswith(".npz"):
+                npz_inputs(Path(name).expanduser())  # needs no labels
+            elif name:
+                load_source(name, data_dir=data_dir)
         except DataError as error:
             return str(error)
     return None
