@@ -28,7 +28,9 @@ def write_atomically(path: Path, blob: bytes) -> None:
 def not_written(path: Path, error: OSError) -> RunError:
     """Return the sentence for a file that could not be written: a full disk, a missing right, a folder that is none."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        what = "this process may write no larger files (ulimit -f)" if error.errno == errno.EFBIG else "the disk is full"
+        what = (
+            "this process may write no larger files (ulimit -f)" if error.errno == errno.EFBIG else "the disk is full"
+        )
         return RunError(
             f"{path}: {what}; the previous version of this file is whole. Free some space and continue with --resume."
         )
