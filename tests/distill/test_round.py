@@ -9,6 +9,7 @@ from fedbayes import config, runner
 from fedbayes.data import Examples
 from fedbayes.distill import check_unlabelled, distill
 from fedbayes.errors import ConfigError, DataError
+from fedbayes.setup import share_a_launch
 
 SMALL = {
     "rounds": 2, "data.limit": 240, "data.test_limit": 80, "partition.clients": 3, "partition.alpha": 0.3,
@@ -103,3 +104,23 @@ def test_a_schedule_that_averages_nothing_is_refused_before_the_first_round():
     with pytest.raises(ConfigError, match="would average no snapshot"):
         runner.run(experiment(distill__swa_start=500), write=False, listeners=[events.append])
     assert not any(e["kind"] == "round" for e in events)
+
+
+def test_federations_of_one_launch_distil_together_as_each_would_alone():
+    """Three methods whose clients share lanes: every student and every event is the one of a run of its own."""
+    methods = [
+        {"distill__distribution": "clients", "distill__swa": "none"},
+        {"distill__distribution": "gaussian"},
+        {"distill__enabled": False, "data__validation": 0.2},
+    ]
+    several = [experiment(engine__lanes=2, **m) for m in methods]
+    setups = [runner.prepare(e) for e in several]
+    assert share_a_launch(setups[0], setups[1])
+    assert share_a_launch(setups[0], setups[2])  # the server's validation set does not change the clients' training
+    together = runner.run_setups([runner.Launch(s) for s in setups], report=False)
+    for e, result in zip(several, together, strict=True):
+        alone = runner.run(e, write=False)
+        for name, t in alone.posterior.points.items():
+            torch.testing.assert_close(result.posterior.points[name], t, atol=1e-4, rtol=1e-3)
+        kinds = [[x["kind"] for x in r.events] for r in (alone, result)]
+        assert kinds[0] == kinds[1]
