@@ -20,6 +20,7 @@ from .cohort import Assignment, Cohort, Update
 from .errors import RunError
 from .experiment import Experiment
 from .fusion import Accumulator, Fused, Rule, Weighting, client_weights, collapse_note, get_rule, get_weighting
+from .fusion.together import absorb_together
 from .moments import moment_summary
 from .objective import annealed, client_prior, kl_divisor, layered_prior
 from .posterior import Posterior, Refusal, check
@@ -77,6 +78,7 @@ class _Round:
     weights: dict[int, float] = field(default_factory=dict)
     work: dict[int, int] = field(default_factory=dict)  # examples each client passes over
     held: dict[int, Posterior] = field(default_factory=dict)
+    waiting: list[Update] = field(default_factory=list)  # on a GPU, to be added together
     arrived: dict[int, Update] = field(default_factory=dict)
     refused: list[dict[str, Any]] = field(default_factory=list)
     moments: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
@@ -183,8 +185,11 @@ class Federation:
         current = self._open_round()
         if update.round != current.number or update.client not in current.clients:
             return self._refuse(update.client, "", f"the update is for round {update.round}, not {current.number}")
-        if update.client in current.arrived:
+        if update.client in current.arrived or any(u.client == update.client for u in current.waiting):
             return None  # a message delivered twice counts once
+        if not self._holds_updates and _on_gpu(update.posterior):
+            current.waiting.append(update)
+            return self._absorb_waiting() if len(current.waiting) >= _TOGETHER else None
         try:
             if self._holds_updates:
                 check(update.posterior, self.posterior, client=update.client,
@@ -198,6 +203,25 @@ class Federation:
             current.moments[str(update.client)] = moment_summary(update.posterior, self.rule.options()["floor"])
         current.arrived[update.client] = _without_posterior(update)
         return None
+
+    def _absorb_waiting(self) -> None:
+        """Add the updates of clients that were trained together on a GPU to the total, in one pass."""
+        current = self._open_round()
+        waiting, current.waiting = current.waiting, []
+        if not waiting:
+            return
+        clients = [u.client for u in waiting]
+        refused = absorb_together(
+            current.accumulator, [u.posterior for u in waiting], [current.weights[c] for c in clients], clients
+        )
+        for update in waiting:
+            if update.client in refused:
+                refusal = refused[update.client]
+                self._refuse(update.client, refusal.tensor, refusal.reason)
+                continue
+            if self.rule.name == "precision":
+                current.moments[str(update.client)] = moment_summary(update.posterior)
+            current.arrived[update.client] = _without_posterior(update)
 
     def _refuse(self, client: int, tensor: str, reason: str) -> None:
         current = self._open_round()
@@ -220,6 +244,7 @@ class Federation:
     def fuse(self) -> None:
         """Fuse what arrived: the first half of a round's end."""
         current = self._open_round()
+        self._absorb_waiting()
         self._screen_moves(current)
         failures = [{"tensor": "", **f} for f in self.cohort.statistics().get("failures", ())]
         self._check_quorum(current, failures)
@@ -465,6 +490,15 @@ def move(posterior: Posterior, previous: Posterior) -> float:
         if t.is_floating_point() and "running_" not in n
     )
     return math.sqrt(total)
+
+
+_TOGETHER = 64
+"""Updates on a GPU that are added in one pass; more wait for the next, so that memory does not grow with clients."""
+
+
+def _on_gpu(posterior: Posterior) -> bool:
+    tensors = (*(g.mean for g in posterior.gaussians.values()), *posterior.points.values())
+    return any(t.is_cuda for t in tensors)
 
 
 def _without_posterior(update: Update) -> Update:
