@@ -148,6 +148,6 @@ def test_the_example_app_learns(monkeypatch):
 
     grid = grid_of(3, example.client_app)
     strategy = FusionStrategy("conflation", "size", fraction_evaluate=0.0)
-    result = strategy.start(grid, ArrayRecord(example.network().state_dict()), 2, evaluate_fn=example.evaluate)
+    result = strategy.start(grid, ArrayRecord(example.model.state_dict()), 2, evaluate_fn=example.evaluate)
     assert result.evaluate_metrics_serverapp[2]["accuracy"] > 0.85
     sys.modules.pop("bayesian_flower.app", None)
