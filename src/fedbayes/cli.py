@@ -157,7 +157,9 @@ def compare(arguments: list[str]) -> int:
     p.add_argument("--seeds", type=int, default=1, help="number of seeds, counted up from the experiment's")
     p.add_argument("--out", help="folder of the grid (default: runs/compare-NAME)")
     p.add_argument("--data-dir", help="where data sets are kept")
-    p.add_argument("--separately", action="store_true", help="one run after the other instead of shared launches")
+    how = p.add_mutually_exclusive_group()
+    how.add_argument("--together", action="store_true", help="train like runs side by side (the default on a GPU)")
+    how.add_argument("--separately", action="store_true", help="one run after the other (the default on a CPU)")
     p.add_argument("--quiet", action="store_true", help="no progress bars")
     parsed = split_help(p, arguments)
     if parsed is None:
@@ -175,7 +177,7 @@ def compare(arguments: list[str]) -> int:
     ran = grids.run_grid(
         cells,
         data_dir=options.data_dir,
-        lanes_shared=not options.separately,
+        lanes_shared=True if options.together else False if options.separately else None,
         listeners=(lambda cell: [bar]) if bar else None,
     )
     if bar:

@@ -14,6 +14,7 @@ from typing import Any
 
 from . import config, runner
 from .data.holdings import align
+from .engine import resolve_device
 from .errors import ConfigError
 from .experiment import Experiment
 from .federation import Event
@@ -92,13 +93,15 @@ def run_grid(
     *,
     data_dir: str | Path | None = None,
     listeners: Callable[[Cell], list[Callable[[Event], None]]] | None = None,
-    lanes_shared: bool = True,
+    lanes_shared: bool | None = None,
     most_together: int = 12,
 ) -> list[Cell]:
     """Run what is not finished and return the cells that were run now.
 
-    Runs that can share a launch (same network and data) train together as lanes. An unfinished run is resumed; a
-    directory that holds a run of another configuration is refused before anything starts.
+    Runs that can share a launch (same network and data) train together as lanes where ``lanes_shared`` says so; None
+    shares on a GPU alone. There it pays; on a CPU one run fills the machine, and a run of its own repeats to the bit
+    from its ``config.toml``, which one whose noise was drawn together with others' does not. An unfinished run is
+    resumed; a directory that holds a run of another configuration is refused before anything starts.
     """
     todo = [c for c in cells if not _done(c)]
     for cell in todo:
@@ -122,12 +125,16 @@ def _done(cell: Cell) -> bool:
     return next((e["rounds"] for e in read_events(cell.path) if e["kind"] == "end"), 0) >= cell.experiment.rounds
 
 
-def _groups(cells: Sequence[Cell], data_dir: Any, shared: bool, most: int) -> list[list[tuple[Cell, Setup]]]:
+def _may_share(asked: bool | None, setup: Setup) -> bool:
+    return resolve_device(setup.experiment.engine.device).type == "cuda" if asked is None else asked
+
+
+def _groups(cells: Sequence[Cell], data_dir: Any, shared: bool | None, most: int) -> list[list[tuple[Cell, Setup]]]:
     groups: list[list[tuple[Cell, Setup]]] = []
     for cell in cells:
         setup = _sharing(prepare(cell.experiment, data_dir=data_dir), [g[0][1] for g in groups])
         for group in groups:
-            if shared and len(group) < most and share_a_launch(group[0][1], setup):
+            if _may_share(shared, setup) and len(group) < most and share_a_launch(group[0][1], setup):
                 group.append((cell, setup))
                 break
         else:

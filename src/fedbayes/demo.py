@@ -35,7 +35,7 @@ def run_demo(out: Path, rounds: int | None = None) -> int:
     p = base.partition
     print(
         f"{p.clients} clients with unequal class mixes (Dirichlet {p.alpha:g}) of real handwritten digits; {len(cells)} "
-        f"federations of {base.rounds} rounds train together:"
+        f"federations of {base.rounds} rounds:"
     )
     bar = Progress(base.rounds * len(cells), "demo")
     compare.run_grid(cells, listeners=lambda cell: [bar])

@@ -183,6 +183,14 @@ def test_a_grid_runs_once_and_is_averaged(tmp_path):
         compare.run_grid(other)
 
 
+def test_every_run_of_a_grid_repeats_from_its_configuration(tmp_path):
+    cells = compare.grid(small(rounds=1, engine__lanes=3), {"fusion": ["nwa", "ws"]}, 2, tmp_path)
+    compare.run_grid(cells)
+    for cell in (cells[1], cells[2]):
+        alone = fedbayes.run(config.read(cell.path), write=False)
+        assert alone.posterior.same_bits(Posterior.load(cell.path / "final.safetensors"))
+
+
 def test_seeds_can_be_an_axis(tmp_path):
     cells = compare.grid(small(), {"seed": ["4", "9"]}, 1, tmp_path)
     assert [c.experiment.seed for c in cells] == [4, 9]
