@@ -5,23 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from ..errors import PosteriorError
+from ..errors import ConfigError, PosteriorError, nearest
 from ..posterior import Posterior, Refusal, check, sigma_statistics
 from . import exact
 from .layout import Layout
-from .rule import Rule, Statistics, get_rule
+from .rule import Rule, Statistics, get_rule, rules
 
 _CPU_BLOCK = 2**16
 _GPU_BLOCK = 2**26
+_LEAST_WEIGHT, _MOST_WEIGHT = 1e-100, 1e100
+_LEAST_PLAIN, _MOST_PLAIN = 1e-45, 1e40
+"""Numbers within these (as all of float32 are) make no term too large to sum; terms of others are computed twice, first to look."""
 Client = int | str
+OnBadClient = Literal["refuse", "stop"]
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,13 @@ class Accumulator:
             raise PosteriorError(f"the rule '{self.rule.name}' needs the previous global posterior; pass previous=.")
         self.reference, self.previous, self.reproducible, self.floor = reference, previous, reproducible, floor
         self.layout = Layout.of(reference)
+        check(reference, reference, client="reference", allow_zero_variance=True)
         if previous is not None:
             check(previous, reference, client="previous global", allow_zero_variance=self.rule.allows_zero_variance)
         self.weights: dict[Client, float] = {}
         self.refused: list[dict[str, Any]] = []
         self._pivot = previous if previous is not None else reference
+        self._plain_pivot = _plain(self._pivot)
         most = _CPU_BLOCK if self.layout.device.type == "cpu" else _GPU_BLOCK
         self._blocks = self.layout.blocks(most)
         self._cells: dict[str, Tensor] = {}
@@ -76,12 +83,16 @@ class Accumulator:
 
         ``weight`` need not be normalised; a client of weight 0 is checked and adds nothing.
         """
-        name: Client = client if client is not None else len(self.weights)
+        name = self._next_name() if client is None else client
+        self._absorb(posterior, weight, name, client)
+
+    def _absorb(self, posterior: Posterior, weight: float, name: Client, address: Client | None) -> None:
         try:
             self._check_weight(weight, name)
             check(posterior, self.reference, client=name, allow_zero_variance=self.rule.allows_zero_variance)
             if weight > 0:
-                self._add(posterior, float(weight), self._address(posterior, client))
+                self._check_terms(posterior, float(weight), name)
+                self._add(posterior, float(weight), self._address(posterior, address))
         except Refusal as refusal:
             self.refused.append({"client": refusal.client, "tensor": refusal.tensor, "reason": refusal.reason})
             raise
@@ -144,7 +155,7 @@ class Accumulator:
             "refused": list(self.refused),
             "repaired": repaired,
         }
-        if posterior.gaussians:
+        if self.layout.weights:
             record["sigma"] = sigma_statistics(posterior, self.previous, self.floor)
         return Fused(posterior, record)
 
@@ -152,6 +163,9 @@ class Accumulator:
         """Write the total to a safetensors file, atomically, so that a server can be restarted in mid-round."""
         header = {
             "rule": self.rule.name,
+            "module": type(self.rule).__module__,
+            "pivot": _digest(self._pivot),
+            "floor": self.floor,
             "options": self.rule.options(),
             "reproducible": self.reproducible,
             "weights": [[c, w] for c, w in self.weights.items()],
@@ -168,13 +182,23 @@ class Accumulator:
         if "accumulator" not in stored.metadata:
             raise PosteriorError(f"{path} holds a posterior, not an accumulator's total.")
         header = json.loads(stored.metadata["accumulator"])
+        known = {r.name for r in rules()}
+        rule = header["rule"] if header["rule"] in known else f"{header['module']}:{header['rule']}"
         self = Accumulator(
-            header["rule"], reference, previous, reproducible=header["reproducible"], **header["options"]
+            get_rule(rule, **header["options"]),
+            reference,
+            previous,
+            reproducible=header["reproducible"],
+            floor=header["floor"],
         )
         self._cells = {key: cells.to(self.layout.device) for key, cells in stored.points.items()}
         for key, cells in self._cells.items():
             if cells.shape[1] != self._length(key):
                 raise PosteriorError(f"{path} was written for a model with other tensors than the reference.")
+        if header["pivot"] != _digest(self._pivot):
+            raise PosteriorError(
+                f"{path} was written with another previous global (or reference) posterior; pass that one."
+            )
         self.weights = dict(header["weights"])
         self.refused, self._seen = header["refused"], header["seen"]
         return self
@@ -182,9 +206,37 @@ class Accumulator:
     def _check_weight(self, weight: float, client: Client) -> None:
         if client in self.weights:
             raise Refusal(client, "", "it was already absorbed in this round")
-        if not (math.isfinite(weight) and weight >= 0):
-            raise Refusal(client, "", f"its weight is {weight}; a weight must be finite and not negative")
+        if not (weight == 0 or _LEAST_WEIGHT <= weight <= _MOST_WEIGHT):
+            right = f"a weight must be 0 or between {_LEAST_WEIGHT:g} and {_MOST_WEIGHT:g}"
+            raise Refusal(client, "", f"its weight is {weight}; {right}")
         self._check_room(1)
+
+    def _check_terms(self, posterior: Posterior, weight: float, client: Client) -> None:
+        """Refuse a client whose terms are too large to sum, before any is added."""
+        if self._plain_pivot and _plain(posterior):
+            return
+        mass = self.rule.mass(weight)
+        for pieces in self._blocks:
+            q, pivot = self.layout.flat_gaussian(posterior, pieces), self.layout.flat_gaussian(self._pivot, pieces)
+            for term in self.rule.terms(q, mass, pivot, ("trial",)).values():
+                self._check_size(term, client, pieces[0].name)
+        for name, t in posterior.points.items():
+            self._check_size(weight * t.double(), client, name)
+
+    def _check_size(self, term: Tensor, client: Client, name: str) -> None:
+        if term.numel() and not bool((term.abs() < exact.LARGEST).all()):
+            raise Refusal(
+                client,
+                name,
+                f"has numbers too extreme to sum under the rule '{self.rule.name}' (a term is beyond {exact.LARGEST:.0e})",
+            )
+
+    def _next_name(self) -> int:
+        """Name a client that came without a name: by how many came before it, refused ones counted."""
+        name = len(self.weights) + len(self.refused)
+        while name in self.weights:
+            name += 1
+        return name
 
     def _check_room(self, more: int) -> None:
         if len(self.weights) + more > exact.MOST_TERMS:
@@ -218,9 +270,25 @@ class Accumulator:
             return (client,)
         if not self.rule.draws:
             return ()
-        digest = hashlib.blake2b(posterior.to_bytes(), digest_size=16).hexdigest()
+        digest = _digest(posterior)
         self._seen[digest] = self._seen.get(digest, -1) + 1
         return (digest, self._seen[digest])
+
+
+def _plain(posterior: Posterior) -> bool:
+    """Whether no number is so large or small that a rule's terms could overflow."""
+    doubles = [t for g in posterior.gaussians.values() for t in g if t.dtype == torch.float64]
+    doubles += [t for t in posterior.points.values() if t.dtype == torch.float64]
+    small = [g.variance for g in posterior.gaussians.values() if g.variance.dtype == torch.float64]
+    return all(bool((t.abs() <= _MOST_PLAIN).all()) for t in doubles) and all(
+        bool(((v >= _LEAST_PLAIN) | (v == 0)).all()) for v in small
+    )
+
+
+def _digest(posterior: Posterior) -> str:
+    """Return a short name of a posterior's tensors, bit for bit (its metadata aside)."""
+    bare = Posterior(posterior.gaussians, posterior.points)
+    return hashlib.blake2b(bare.to_bytes(), digest_size=16).hexdigest()
 
 
 def fuse(
@@ -228,35 +296,62 @@ def fuse(
     rule: str | Rule = "nwa",
     weights: Sequence[float] | Mapping[Client, float] | None = None,
     previous: Posterior | None = None,
+    *,
+    on_bad_client: OnBadClient = "refuse",
     **options: Any,
 ) -> Posterior:
     """Fuse posteriors by a rule: any iterable, read lazily, so that one client at a time is in memory.
 
     ``weights`` (default equal) is a sequence in the same order, or a mapping when ``posteriors`` is one; it need not be
-    normalised. ``previous`` is the previous global posterior. ``options`` are the rule's own.
+    normalised. ``previous`` is the previous global posterior. ``options`` are the rule's own. A posterior that cannot be fused (a NaN, a
+    variance that is not positive, other tensors than ``previous`` or, without one, the first good client) is left out with a
+    warning that names client, tensor and reason; ``on_bad_client="stop"`` raises instead.
 
     >>> fuse([a, b], rule="conflation")                                            # doctest: +SKIP
     """
+    if on_bad_client not in get_args(OnBadClient):
+        raise ConfigError(f"on_bad_client is {on_bad_client!r}; {nearest(str(on_bad_client), get_args(OnBadClient))}")
+    if isinstance(posteriors, Posterior):
+        raise PosteriorError("fuse takes several posteriors, a list or any other iterable of them; one was given.")
+    if weights is not None and not isinstance(weights, Mapping):
+        weights = [float(w) for w in weights]
     named: Iterable[tuple[Client | None, Posterior]]
     if isinstance(posteriors, Mapping):
         named = posteriors.items()  # pyright: ignore[reportAssignmentType]
     else:
         named = ((None, q) for q in posteriors)
-    accumulator = None
     chosen = get_rule(rule, **options)
-    size = len(posteriors) if isinstance(posteriors, (Sequence, Mapping)) else 0
-    given = _weights(posteriors, weights, size)
+    given = _weights(posteriors, weights)
+    accumulator, position, refusals = None, -1, []
     for position, (client, posterior) in enumerate(named):
-        if accumulator is None:
-            accumulator = Accumulator(chosen, posterior, previous)
-        accumulator.absorb(posterior, given(client, position), client)
-    if accumulator is None:
-        raise PosteriorError("there is nothing to fuse: no posterior was given.")
+        if not isinstance(posterior, Posterior):
+            raise PosteriorError(
+                f"fuse takes Posterior objects; number {position} is of type {type(posterior).__name__}."
+            )
+        name, weight = position if client is None else client, given(client, position)
+        try:
+            if accumulator is None:
+                lenient = chosen.allows_zero_variance
+                check(posterior, previous or posterior, client=name, allow_zero_variance=lenient)
+                accumulator = Accumulator(chosen, posterior, previous)
+            accumulator._absorb(posterior, weight, name, client)
+        except Refusal as refusal:
+            if on_bad_client == "stop" or refusal.client != name:
+                raise
+            refusals.append(str(refusal))
+            warnings.warn(str(refusal), stacklevel=2)
+    if isinstance(weights, list) and len(weights) > position + 1:
+        raise PosteriorError(f"{len(weights)} weights were given for {position + 1} posteriors; give one for each.")
+    if accumulator is None or not accumulator.weights:
+        all_bad = (
+            f"all {len(refusals)} were refused; the first: {refusals[0]}" if refusals else "no posterior was given."
+        )
+        raise PosteriorError(f"there is nothing to fuse: {all_bad}")
     return accumulator.conclude().posterior
 
 
 def _weights(
-    posteriors: Any, weights: Sequence[float] | Mapping[Client, float] | None, size: int
+    posteriors: Any, weights: Sequence[float] | Mapping[Client, float] | None
 ) -> Callable[[Client | None, int], float]:
     """Return a function giving the weight of a client by name or position; complain early where lengths are known."""
     if weights is None:
@@ -269,15 +364,29 @@ def _weights(
         missing = [c for c in posteriors if c not in weights]
         if missing:
             raise PosteriorError(f"client {missing[0]} has no weight; give one for each of {list(posteriors)}.")
-        return lambda client, position: weights[client]  # type: ignore[index]
-    if size and len(weights) != size:
-        raise PosteriorError(f"{len(weights)} weights were given for {size} posteriors; give one for each.")
+        by_name = dict(zip(weights, _scaled({c: float(w) for c, w in weights.items()})))
+        return lambda client, position: by_name[client]  # type: ignore[index]
+    by_position = _scaled(dict(enumerate(map(float, weights))))
+    size = len(posteriors) if isinstance(posteriors, (Sequence, Mapping)) else len(by_position)
+    if len(by_position) != size:
+        raise PosteriorError(f"{len(by_position)} weights were given for {size} posteriors; give one for each.")
 
     def at(client: Client | None, position: int) -> float:
-        if position >= len(weights):
+        if position >= len(by_position):
             raise PosteriorError(
-                f"{len(weights)} weights were given, but there are more posteriors; give one for each."
+                f"{len(by_position)} weights were given, but there are more posteriors; give one for each."
             )
-        return float(weights[position])
+        return by_position[position]
 
     return at
+
+
+def _scaled(weights: dict[Client, float]) -> list[float]:
+    """Return weights, complaining of bad ones; those too large or small to sum are all scaled by one power of two."""
+    for client, weight in weights.items():
+        if not (math.isfinite(weight) and weight >= 0):
+            raise PosteriorError(f"the weight of client {client} is {weight}; weights must be finite and not negative.")
+    top = max(weights.values(), default=0.0)
+    if top == 0 or _LEAST_WEIGHT <= top <= _MOST_WEIGHT:
+        return list(weights.values())
+    return [math.ldexp(w, -math.frexp(top)[1]) for w in weights.values()]

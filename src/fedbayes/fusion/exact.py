@@ -31,7 +31,8 @@ _LOWEST_BIN, _HIGHEST_BIN = -25, 27
 _DOWN = 2.0**-WIDTH
 _ANCHOR = 1.5 * 2.0**52
 _REACH = 2.0 ** (WIDTH - 1)
-_LARGEST = 2.0 ** (_HIGHEST_BIN * WIDTH - 1)
+LARGEST = 2.0 ** (_HIGHEST_BIN * WIDTH - 1)
+"""Terms must be below this (about 2e292)."""
 
 
 def new_cells(n: int, device: torch.device | str = "cpu") -> Tensor:
@@ -52,6 +53,20 @@ def deposit(cells: Tensor, term: Tensor) -> None:
         cells[i] += digit
         if i < 2:
             term = term - digit
+            anchor *= _DOWN
+
+
+def deposit_many(cells: Tensor, terms: Tensor) -> None:
+    """Add several float64 terms (K, n) to every cell, in place: the same digits as one by one, so the same bits."""
+    largest = terms.abs().amax(0)
+    if bool((largest >= cells[3] * _REACH).any()):
+        _raise(cells, _grid_of(largest))
+    anchor = cells[3] * _ANCHOR
+    for i in range(3):
+        digits = (terms + anchor).sub_(anchor)
+        cells[i] += digits.sum(0)  # exact in any order: multiples of one grid that fit 53 bits
+        if i < 2:
+            terms = terms - digits
             anchor *= _DOWN
 
 
@@ -89,9 +104,9 @@ def deposit_pairs(pairs: Tensor, term: Tensor) -> None:
 
 def _grid_of(term: Tensor) -> Tensor:
     """Return the grid of the bin each term belongs to."""
-    if not bool((term.abs() < _LARGEST).all()):
+    if not bool((term.abs() < LARGEST).all()):
         raise FedBayesError(
-            f"a statistic of a client is {float(term.abs().max()):.3g}, beyond {_LARGEST:.0e}, the largest that can be summed; "
+            f"a statistic of a client is {float(term.abs().max()):.3g}, beyond {LARGEST:.0e}, the largest that can be summed; "
             "rescale the client weights or check its posterior."
         )
     _, exponent = torch.frexp(term)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..posterior import Gaussian
 from ..seeds import torch_rng
+from .pairs import two_product, two_sum
 from .rule import Rule, Statistics, WeightSums, register
 
 
@@ -127,24 +128,3 @@ class PPA(_Moments):
         n = weights.total
         move, disagreement = self.split(total, weights)
         return Gaussian(pivot.mean + move, (total["variance"] / n + disagreement) * (n / (n - 1)))
-
-
-def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a + b rounded, and the rounding error, exactly (Knuth)."""
-    s = a + b
-    t = s - a
-    return s, (a - (s - t)) + (b - t)
-
-
-def two_product(a: Any, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a·b rounded, and the rounding error, exactly (Dekker; for values below 1e290)."""
-    p = a * b
-    (ah, al), (bh, bl) = _halves(a), _halves(b)
-    return p, al * bl - (((p - ah * bh) - al * bh) - ah * bl)
-
-
-def _halves(a: Any) -> tuple[Any, Any]:
-    """Split a float64 into two of 26 bits (Veltkamp)."""
-    c = a * 134217729.0  # 2**27 + 1
-    high = c - (c - a)
-    return high, a - high

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, PosteriorError
 from ..posterior import Gaussian
+from .pairs import two_product, two_sum
 from .rule import Rule, Statistics, WeightSums, register
 
 
@@ -83,9 +84,9 @@ class DWC(Rule):
     """Distributed weight consolidation: the product of the clients, the shared prior counted once (Fischer eq. 17).
 
     1/σ² = Σ 1/σₖ² - (K-1)/σ₀², where q₀ is the previous global posterior, the prior every client started from.
-    Exact for conjugate models with disjoint data. Written about q₀ it never subtracts large numbers:
-    1/σ² = 1/σ₀² + Σ (1/σₖ² - 1/σ₀²), μ = μ₀ + σ² Σ (μₖ-μ₀)/σₖ². A client less certain than the prior can make the
-    precision non-positive; the option ``repair`` says what happens there.
+    Exact for conjugate models with disjoint data. The mean is written about q₀, μ = μ₀ + σ² Σ (μₖ-μ₀)/σₖ², and the
+    precisions are subtracted as pairs of float64, so nothing is lost however little or much the clients differ from q₀.
+    A client less certain than the prior can make the precision non-positive; the option ``repair`` says what happens there.
     """
 
     name: ClassVar[str] = "dwc"
@@ -104,10 +105,14 @@ class DWC(Rule):
 
     def terms(self, q: Gaussian, weight: Any, pivot: Gaussian, address: tuple[int | str, ...]) -> Statistics:
         precision = 1 / q.variance
-        return {"gain": precision - 1 / pivot.variance, "shift": precision * (q.mean - pivot.mean)}
+        return {"precision": precision, "shift": precision * (q.mean - pivot.mean)}
 
     def solve(self, total: Statistics, weights: WeightSums, pivot: Gaussian) -> Gaussian:
-        precision = 1 / pivot.variance + total["gain"]
+        # q₀ is in the sum K-1 times too many.
+        counted, counted_low = two_product(weights.count - 1.0, 1 / pivot.variance)
+        difference, error = two_sum(total["precision"], -counted)
+        low = total.get("precision_low", torch.zeros_like(error))
+        precision = difference + (error + (low - counted_low))
         return Gaussian(pivot.mean + total["shift"] / precision, 1 / precision)
 
     def mend(self, fused: Gaussian, pivot: Gaussian) -> tuple[Gaussian, Tensor | None]:

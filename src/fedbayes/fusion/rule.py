@@ -36,7 +36,8 @@ class WeightSums(NamedTuple):
         """Sum weights exactly rounded, so that their order does not matter."""
         w = list(weights)
         total = math.fsum(w)
-        return WeightSums(total, math.fsum(x * x for x in w), max(w, default=0.0), len(w), math.fsum([*w, -total]))
+        positive = sum(x > 0 for x in w)  # a client of weight 0 is not there
+        return WeightSums(total, math.fsum(x * x for x in w), max(w, default=0.0), positive, math.fsum([*w, -total]))
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Rule:
         """Return the fused posterior of a total over clients of these weights, and the share of weights repaired."""
         layout, weights = layout or Layout.of(pivot), list(weights)
         fused, repaired = layout.flat_gaussian(pivot), 0.0
-        if layout.gaussians:
+        if layout.weights:
             p = fused
             fused, mask = self.mend(self.solve(total, WeightSums.of(map(self.mass, weights)), p), p)
             repaired = 0.0 if mask is None else float(mask.double().mean())

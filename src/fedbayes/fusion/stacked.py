@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import platform
 import sys
 import types
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, PosteriorError
 from ..posterior import Gaussian
+from .layout import least_positive
 from .rule import Rule, Statistics, WeightSums, get_rule
 
 _EAGER_TILE = (8, 2**12)
@@ -52,10 +54,13 @@ def fuse_stacked(
             f"the rule '{chosen.name}' draws random numbers and has no stacked form; use fuse() or its limit lp."
         )
     given = [1.0] * len(means) if weights is None else [float(w) for w in weights]
-    if len(given) != len(means) or min(given) < 0 or not sum(given) > 0:
-        raise PosteriorError(f"give {len(means)} weights, not negative and not all zero; got {given}.")
+    if len(given) != len(means) or not all(0 <= w < math.inf for w in given) or not sum(given) > 0:
+        raise PosteriorError(f"give {len(means)} finite weights, not negative and not all zero; got {given}.")
     shape = means.shape[1:]
     m, v = means.reshape(len(means), -1), variances.reshape(len(means), -1)
+    if min(given) == 0:  # a client of weight 0 adds nothing, also under rules that do not weigh
+        there = [k for k, w in enumerate(given) if w > 0]
+        m, v, given = m[there], v[there], [given[k] for k in there]
     # The first client of largest weight is a good pivot: the variance of a mixture is at least w² times its squared distance.
     near = max(range(len(given)), key=given.__getitem__)
     p = previous if previous is not None and chosen.needs_previous else Gaussian(m[near], v[near])
@@ -138,7 +143,7 @@ def _rounded(
     mean: Tensor, variance: Tensor, mean_type: torch.dtype, variance_type: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the results in the clients' types, the variance never 0."""
-    return mean.to(mean_type), variance.to(variance_type).clamp(min=torch.finfo(variance_type).tiny)
+    return mean.to(mean_type), variance.to(variance_type).clamp(min=least_positive(variance_type))
 
 
 def _kernel(part: Callable[..., Any], rule: Rule, compile: bool, gpu: bool = False) -> Callable[..., Any]:

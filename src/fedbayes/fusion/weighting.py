@@ -103,7 +103,8 @@ def pairwise_kl(posteriors: Mapping[Client, Posterior]) -> Tensor:
 
     KL = ½ Σ (log σⱼ² - log σᵢ² + (σᵢ² + (μᵢ-μⱼ)²)/σⱼ² - 1). Expanded, Σ (σᵢ² + μᵢ²)/σⱼ² - 2 Σ μᵢ μⱼ/σⱼ² + Σ μⱼ²/σⱼ² are two products of
     K×P by P×K matrices. Means are centred on their average first, so that little cancels. O(K² P) arithmetic but O(K P)
-    memory traffic, against K² passes over the model.
+    memory traffic, against K² passes over the model. What does cancel is a divergence near nothing beside P: below 1e-11 P
+    a pair is computed by itself, so that equal posteriors have 0 and not the rounding of a large sum.
     """
     clients = list(posteriors)
     layout = Layout.of(posteriors[clients[0]])
@@ -113,7 +114,18 @@ def pairwise_kl(posteriors: Mapping[Client, Posterior]) -> Tensor:
     for pieces in layout.blocks(most):
         flats = [layout.flat_gaussian(posteriors[c], pieces) for c in clients]
         result += _pairwise_block(torch.stack([f.mean for f in flats]), torch.stack([f.variance for f in flats]))
+    close = (result < 1e-11 * layout.weights).fill_diagonal_(False)
+    for i, j in close.nonzero().tolist():
+        a, b = posteriors[clients[i]], posteriors[clients[j]]
+        result[i, j] = 0.0 if _same(a, b) else kl(a, b)
     return result.clamp_(min=0).fill_diagonal_(0)
+
+
+def _same(a: Posterior, b: Posterior) -> bool:
+    return a is b or all(
+        torch.equal(g.mean, b.gaussians[n].mean) and torch.equal(g.variance, b.gaussians[n].variance)
+        for n, g in a.gaussians.items()
+    )
 
 
 def _pairwise_block(means: Tensor, variances: Tensor) -> Tensor:
