@@ -23,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status (0 done, 2 a user's mistake in one sentence, 130 interrupted)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        here = os.getcwd()
+        if here not in sys.path and "" not in sys.path:
+            sys.path.append(here)  # rules, networks and data of one's own ("my_rules:power-mean") lie where one works
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             print(usage())
             return 0
