@@ -64,6 +64,8 @@ class Setup:
     def client_names(self) -> list[str]:
         """Return the natural names of the clients (hospitals, sites), or their numbers."""
         everyone = np.sort(np.concatenate(self.shards))
+        if not len(everyone):  # nodes have brought their own data: the server knows their numbers alone
+            return [f"client {i}" for i in range(len(self.shards))]
         return client_names(self.experiment.partition, _without_inputs(self.dataset.train, everyone))
 
 

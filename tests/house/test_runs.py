@@ -260,3 +260,11 @@ def test_precision_refuses_a_bayesian_network_and_reports_no_sigma():
 def test_dwc_with_a_fixed_prior_is_noted():
     notes = [e["text"] for e in fedbayes.run(small(fusion="dwc", rounds=1), write=False).events if e["kind"] == "note"]
     assert any("objective.prior" in text for text in notes)
+
+
+def test_clients_whose_data_the_server_never_sees_have_numbers_for_names():
+    """Over Flower nodes may bring their own data: then the server holds no value of the column that names an owner."""
+    s = runner.prepare(config.read("heart"))
+    assert s.client_names() == ["cleveland", "hungarian", "switzerland", "va"]
+    unseen = dataclasses.replace(s, shards=[shard[:0] for shard in s.shards])
+    assert unseen.client_names() == ["client 0", "client 1", "client 2", "client 3"]
