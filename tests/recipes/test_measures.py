@@ -50,15 +50,25 @@ def test_over_rounds(runs):
 
 def test_rounds_to_a_target(runs):
     assert measures.rounds_to(runs, 0.65).value == 2
-    assert measures.rounds_to(runs, 0.75).seeds == 1
-    assert measures.rounds_to(runs, 0.95) is None
+    assert measures.rounds_to(runs[1:], 0.75).value == 2
+    assert measures.rounds_to(runs, 0.75).value == math.inf  # one of the two ended without it
+    assert measures.rounds_to([], 0.75) is None
 
 
 def test_one_run_answers_several_targets(runs):
     at = {"rule": "fedavg", "fraction": 0.1}
     done = {place(at): (runs[:1], "global")}
     assert measures.outcome(place({**at, "target": 60}), "rounds", "last", done).value == 2
-    assert measures.outcome(place({**at, "target": 75}), "rounds", "last", done) is None
+    never = measures.outcome(place({**at, "target": 75}), "rounds", "last", done)
+    assert judge(place(at), "rounds", 65.0, None, never).word == "differs"
+    assert measures.outcome(place({**at, "target": 75}), "rounds", "last", {place(at): ([], "global")}) is None
+
+
+def test_a_run_that_ended_in_no_number_differs(tmp_path):
+    o = measures.read([write(tmp_path / "nan", [0.5, None])], "accuracy", "last")
+    assert math.isnan(o.value)
+    assert judge(place({}), "accuracy", 0.5, 0.1, o).word == "differs"
+    assert measures.read([tmp_path / "nan"], "ece", "last") is None  # was never measured
 
 
 def test_reliability_and_its_mean_over_batches(runs):

@@ -77,16 +77,18 @@ def read(paths: Sequence[Path], metric: str, report: str, model: str = "global")
     """
     if report not in REPORTS:
         raise ConfigError(f"report '{report}' does not exist; {nearest(report, REPORTS)}")
-    values, over_rounds = [], []
+    values, over_rounds, known = [], [], False
     for path in paths:
         run = series(path, model)
+        known = known or any(metric in m for _, m in run)
         if report == "best-validation-nll":
             run = _until_best(path, run, model)
         values.append(REPORTS[report](run, metric))
         over_rounds.append(_deviation([_number(m.get(metric)) for _, m in run]))
-    values = [v for v in values if not math.isnan(v)]
-    if not values:
+    if not known:
         return None
+    if any(math.isnan(v) for v in values):  # a run that ended in no number has not reproduced anything
+        return Outcome(math.nan, math.nan, len(values))
     spread = statistics.fmean(over_rounds) if report == "rounds" else _deviation(values)
     return Outcome(statistics.fmean(values), spread, len(values))
 
@@ -98,17 +100,23 @@ def _until_best(path: Path, run: Series, model: str) -> Series:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else math.nan
+    """Return the sample deviation; NaN for fewer than two values, or where one is no number."""
+    known = len(values) > 1 and all(math.isfinite(v) for v in values)
+    return statistics.stdev(values) if known else math.nan
 
 
 def rounds_to(paths: Sequence[Path], target: float, model: str = "global") -> Outcome | None:
-    """Return the first evaluated round whose test accuracy reaches ``target`` (a share); None where no run does."""
-    reached = []
-    for path in paths:
-        first = next((r for r, m in series(path, model) if _number(m.get("accuracy")) >= target), None)
-        if first is not None:
-            reached.append(float(first))
-    return Outcome(statistics.fmean(reached), _deviation(reached), len(reached)) if reached else None
+    """Return the first evaluated round whose test accuracy reaches ``target`` (a share).
+
+    Infinite where a run ended without reaching it; None where there is no run.
+    """
+    runs = [series(path, model) for path in paths]
+    reached = [
+        next((float(r) for r, m in run if _number(m.get("accuracy")) >= target), math.inf) for run in runs if run
+    ]
+    if not reached:
+        return None
+    return Outcome(statistics.fmean(reached), _deviation(reached), len(reached))
 
 
 def reliability(paths: Sequence[Path], model: str = "global") -> Outcome | None:

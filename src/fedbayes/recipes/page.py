@@ -41,6 +41,8 @@ def number(value: float | None, metric: str) -> str:
 
 def with_spread(value: float, spread: float | None, metric: str) -> str:
     """Write value ± spread, the spread only where it is known."""
+    if math.isinf(value):
+        return "not reached"
     known = spread is not None and not math.isnan(spread)
     return number(value, metric) + (f" ± {number(spread, metric)}" if known else "")
 
