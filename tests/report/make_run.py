@@ -97,7 +97,7 @@ def make_run(
         events.append({"kind": "round", "round": r, "seconds": 0.4, "learning_rate": 0.4, "clients": list(range(10)),
                        "examples": sum(map(len, clients)), "train": {"loss": 1 / r, "nll": 1 / r, "kl": 3.0},
                        "fusion": {"rule": rule, "weighting": weighting, "weights": {}, "refused": [], "repaired": 0.0, "sigma": spread},
-                       "engine": {"lanes": 10, "steps": 75, "lane_steps": 750, "real_lane_steps": 700, "occupancy": 0.93, "seconds": 0.3},
+                       "engine": {"lanes": 10, "steps": 7, "lane_steps": 70, "real_lane_steps": 65, "occupancy": 0.93, "seconds": 0.3},
                        "bytes": {"up": 26000, "down": 26000}})  # fmt: skip
         splits = {"validation": x[va], "test": x[te], "ood:shuffled": outliers}
         if not validation:

@@ -87,7 +87,7 @@ def tile(run: Run, test: Predictions, inputs: Inputs, row: int, name: str) -> Pi
         shown = np.sort(np.union1d(np.argsort(mean)[::-1][: MOST_CLASSES - 1], [label]))
     names = short_names(run.classes, 12)
     with drawing():
-        figure = matplotlib_modules().figure.Figure(figsize=(4.3, 2.3), layout="constrained")
+        figure = matplotlib_modules().figure.Figure(figsize=(4.3, 2.5), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=[1, 1.5])
         _draw_input(left, inputs, int(test.indices[row]))
         y = np.arange(len(shown))
@@ -112,7 +112,7 @@ def tile(run: Run, test: Predictions, inputs: Inputs, row: int, name: str) -> Pi
         )
         right.set(xlim=(-4, 104), ylim=(len(shown) - 0.4, -0.6), xlabel="probability, %")
         right.set_xticks([0, 50, 100])
-        right.set_yticks(y, [names[c] for c in shown], fontsize=8)
+        right.set_yticks(y, [names[c] for c in shown], fontsize=9)
         for c, tick in zip(shown, right.get_yticklabels()):
             if c in (label, answer):
                 tick.set_color(style.SERIES[0] if c == label else style.SERIES[1])
@@ -121,11 +121,16 @@ def tile(run: Run, test: Predictions, inputs: Inputs, row: int, name: str) -> Pi
     verdict = "right" if answer == label else f"in truth {run.classes[label]}"
     caption = (
         f"{run.classes[answer]} with {values['confidence'][row] * 100:.1f} %: {verdict}. "
-        f"Entropy {values['entropy'][row]:.2f}, aleatoric {values['aleatoric'][row]:.2g}, "
-        f"epistemic {values['epistemic'][row]:.2g}. Test input {int(test.indices[row])}."
+        f"Entropy {_short(values['entropy'][row])}, aleatoric {_short(values['aleatoric'][row])}, "
+        f"epistemic {_short(values['epistemic'][row])}. Test input {int(test.indices[row])}."
     )
     table = [(run.classes[c], m, float(p[m, c])) for c in range(p.shape[1]) for m in range(len(p))]
     return Picture(name, f"Example: {caption}", caption, figure, ("class", "sample", "probability"), table)
+
+
+def _short(value: float) -> str:
+    """A share in three decimals; "0" only where it is exactly that."""
+    return "0" if value == 0 else ("below 0.001" if value < 0.001 else f"{value:.3f}")
 
 
 def _draw_input(axes: Any, inputs: Inputs, index: int) -> None:
@@ -151,4 +156,4 @@ def _draw_input(axes: Any, inputs: Inputs, index: int) -> None:
     else:
         lines = [f"{k}: {v[index]}" for k, v in list(inputs.columns.items())[:3]]
         text = "\n".join([f"row {index}", *lines])
-        axes.text(0.5, 0.5, text, ha="center", va="center", color=style.MUTED, fontsize=8, transform=axes.transAxes)
+        axes.text(0.5, 0.5, text, ha="center", va="center", color=style.MUTED, fontsize=9, transform=axes.transAxes)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from .. import uncertainty
-from . import style
+from . import prose, style
 from .pictures import Picture, drawing, panel
 from .runs import Run
 
@@ -19,12 +19,22 @@ WORDS = {
     "epistemic": "epistemic",
     "mutual_information": "mutual information",
 }
+MEANING = {
+    "entropy": "How unsure in all, from 0 (sure of one class) to 1 (all classes alike).",
+    "aleatoric": "Unsure because the input is ambiguous, whichever network is asked.",
+    "epistemic": "Unsure because the sampled networks disagree: 0 for a point model.",
+    "mutual_information": "The networks' disagreement again, in nats of information.",
+}
 METRICS = {
     "accuracy": ("Accuracy", "accuracy, %", 100.0),
     "nll": ("Negative log likelihood", "NLL, nats", 1.0),
     "ece": ("Calibration error", "ECE, %", 100.0),
     "epistemic": ("Epistemic uncertainty", "mean epistemic variance", 1.0),
 }
+
+
+FEW = 10
+"""Inputs below which the accuracy of a bin says next to nothing."""
 
 
 def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], gap: float = 0.075) -> None:
@@ -51,7 +61,7 @@ def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], gap: fl
     for i, spot in zip(order, spots):
         _, _, name, hue = ends[i]
         axes.annotate(
-            name, (1.015, spot), xycoords="axes fraction", color=hue, va="center", fontsize=9, annotation_clip=False
+            name, (1.015, spot), xycoords="axes fraction", color=hue, va="center", fontsize=9.5, annotation_clip=False
         )
 
 
@@ -59,7 +69,7 @@ def top_labels(axes: Any, labels: Sequence[tuple[str, str]]) -> None:
     """Name the series in their colours in one row between title and plot, where nothing can lie under the names."""
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
 
-    words: list[Any] = [TextArea(name, textprops={"color": hue, "fontsize": 9}) for name, hue in labels]
+    words: list[Any] = [TextArea(name, textprops={"color": hue, "fontsize": 9.5}) for name, hue in labels]
     row = HPacker(children=[*words], pad=0, sep=9)
     box = AnchoredOffsetbox("lower left", child=row, frameon=False, pad=0, borderpad=0,
                             bbox_to_anchor=(0, 1.02), bbox_transform=axes.transAxes)  # fmt: skip
@@ -137,10 +147,10 @@ def _samples_axis(axes: Any, run: Run) -> None:
     top = axes.secondary_xaxis("top", functions=(forward, backward))
     top.xaxis.set_major_locator(MaxNLocator(nbins=5))
     top.xaxis.set_major_formatter(FuncFormatter(lambda v, _: short_count(v)))
-    top.tick_params(labelsize=8, pad=1)
+    top.tick_params(labelsize=9, pad=1)
     top.spines["top"].set_visible(False)
-    axes.set_title(axes.get_title(loc="left"), loc="left", pad=24)
-    axes.annotate("examples seen", (0, 1.085), xycoords="axes fraction", fontsize=8, color=style.MUTED)
+    axes.set_title(axes.get_title(loc="left"), loc="left", pad=27)
+    axes.annotate("examples seen", (0, 1.095), xycoords="axes fraction", fontsize=9, color=style.MUTED)
 
 
 def short_count(value: float) -> str:
@@ -167,10 +177,9 @@ def reliability(run: Run) -> Picture | None:
         figure, axes = panel()
         axes.plot([0, 1], [0, 1], color=style.MUTED, linewidth=1, linestyle=(0, (3, 3)))
         axes.bar(middle[filled], count[filled] / count.sum(), width=width * 0.92, color=style.MUTED, alpha=0.22)
-        axes.plot(confidence[filled], accuracy[filled], color=style.SERIES[0], marker="o", markersize=4)
-        axes.vlines(
-            confidence[filled], confidence[filled], accuracy[filled], color=style.SERIES[0], alpha=0.35, linewidth=4
-        )
+        axes.plot(confidence[filled], accuracy[filled], color=style.SERIES[0], marker="o", markersize=4, linewidth=1.2)
+        low, high = wilson(accuracy[filled] * count[filled], count[filled])
+        axes.vlines(confidence[filled], low, high, color=style.SERIES[0], alpha=0.45, linewidth=1.6)
         axes.set(title="Reliability", xlabel="confidence, %", ylabel="came true, %", xlim=(0, 1), ylim=(0, 1.02))
         percent_axis(axes)
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100"])
@@ -181,15 +190,24 @@ def reliability(run: Run) -> Picture | None:
             color=style.SERIES[0],
             fontweight="bold",
         )
-        axes.annotate("perfect", (0.50, 0.515), rotation=34, color=style.MUTED, fontsize=8, ha="center", va="bottom")
+        axes.annotate("perfect", (0.3, 0.315), rotation=34, color=style.MUTED, fontsize=9, ha="center", va="bottom")
     rows = list(zip(table.low.tolist(), table.high.tolist(), count.tolist(), confidence.tolist(), accuracy.tolist()))
     caption = (
         "How often the answer was right, against how sure the network was. On the dashed line its confidence can be taken "
-        "at its word; below it is too sure, above too modest. Grey bars: share of the test inputs."
+        "at its word; below it is too sure, above too modest. Thin lines: 95 % interval (Wilson) of what came true, wide where "
+        "inputs are few. Grey bars: share of the test inputs."
     )
     return Picture(
         "reliability", "Reliability diagram", caption, figure, ("low", "high", "count", "confidence", "accuracy"), rows
     )
+
+
+def wilson(hits: np.ndarray, n: np.ndarray, z: float = 1.96) -> tuple[np.ndarray, np.ndarray]:
+    """Wilson's interval of a share, of ``hits`` among ``n``: sensible at 0, at 1 and for small n."""
+    share = hits / n
+    middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    return np.maximum(middle - half, 0), np.minimum(middle + half, 1)
 
 
 def thin(x: np.ndarray, y: np.ndarray, points: int = 240) -> tuple[np.ndarray, np.ndarray]:
@@ -214,7 +232,7 @@ def retained(run: Run) -> Picture | None:
             x, y = thin(curve.x.numpy(), curve.y.numpy())
             hue = style.UNCERTAINTY_COLOURS[name]
             axes.plot(x, y * 100, color=hue, linestyle={"aleatoric": style.DASHES[1]}.get(name, "-"))
-            ends.append((x, y * 100, WORDS[name], hue))
+            ends.append((x, y * 100, f"{WORDS[name]} {float(curve.y.mean()) * 100:.1f}", hue))
             rows += [(name, a, b) for a, b in zip(x, y)]
         whole = ends[0][1][-1]
         axes.axhline(whole, color=style.MUTED, linewidth=1, linestyle=(0, (3, 3)))
@@ -227,7 +245,7 @@ def retained(run: Run) -> Picture | None:
         top_labels(axes, [(n, hue) for _, _, n, hue in ends])
     caption = (
         "From left to right the least sure inputs are set aside. The more a curve rises, the better that uncertainty finds "
-        "the errors; a flat or falling one does not. Dashed: accuracy on all inputs."
+        "the errors; a flat or falling one does not. Dashed: accuracy on all inputs. With the mean height of each curve, in %."
     )
     return Picture(
         "retained", "Accuracy against data retained", caption, figure, ("uncertainty", "retained", "accuracy"), rows
@@ -265,11 +283,13 @@ def histogram(run: Run, name: str) -> Picture | None:
         return None
     values, correct = test.per_example[name], test.per_example["correct"]
     groups = [("right", values[correct], style.SERIES[0]), ("wrong", values[~correct], style.SERIES[1])]
-    groups += [(f"unknown: {n}", p.per_example[name], style.SERIES[3]) for n, p in list(run.outliers.items())[:1]]
+    hues = (style.SERIES[3], style.SERIES[2], style.SERIES[4], style.SERIES[7])
+    groups += [(f"unknown: {n}", p.per_example[name], hue) for (n, p), hue in zip(run.outliers.items(), hues)]
     groups = [g for g in groups if len(g[1])]
     top = 1.0 if name == "entropy" else max(float(np.quantile(g[1], 0.995)) for g in groups)
     from matplotlib.ticker import MaxNLocator
 
+    beyond = max(float(g[1].max()) for g in groups) > top > 0
     title = WORDS[name].capitalize()
     rows: list[tuple[Any, ...]] = []
     with drawing():
@@ -295,9 +315,11 @@ def histogram(run: Run, name: str) -> Picture | None:
             axes.set_ylim(bottom=0)
             axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
             top_labels(axes, [(f"{label} ({len(group):,})", hue) for label, group, hue in groups])
-    return Picture(
-        f"histogram-{name}", f"{title} of right and wrong answers", "", figure, ("group", "low", "high", "share"), rows
-    )
+    caption = MEANING[name] + (" The last bar holds all that is larger." if beyond else "")
+    if len(run.outliers) > len(hues):
+        caption += f" Unknown sets beyond the first {len(hues)} are not drawn."
+    header = ("group", "low", "high", "share")
+    return Picture(f"histogram-{name}", f"{title} of right and wrong answers", caption, figure, header, rows)
 
 
 def short_names(names: Sequence[str], length: int = 14) -> list[str]:
@@ -329,6 +351,13 @@ def sigma(run: Run) -> Picture | None:
         _plain_log(axes)
         axes.set(title="Spread of the posterior, layer by layer", xlabel="round", ylabel="mean sigma")
         _whole_rounds(axes, max(rounds))
+        gone = prose.collapse_round(run)
+        if gone is not None:
+            axes.axvline(gone, color=style.SERIES[6], linewidth=1, linestyle=(0, (3, 3)))
+            right = gone > max(rounds) * 0.6
+            axes.annotate(f"collapsed by round {gone}", (gone, 0.95), xycoords=("data", "axes fraction"), fontsize=9.5,
+                          xytext=(-4 if right else 4, 0), textcoords="offset points", ha="right" if right else "left",
+                          color=style.SERIES[6])  # fmt: skip
         if direct:
             label_ends(
                 axes, [(rounds[-1], layers[n][-1], short_layer(n), style.colour(i)) for i, n in enumerate(names)]
@@ -341,9 +370,7 @@ def sigma(run: Run) -> Picture | None:
     caption = "Mean standard deviation of each layer's weights after fusion." + (
         "" if direct else " Faint: first layers; strong: last."
     )
-    return Picture(
-        "sigma", "Posterior sigma by layer and round", caption, figure, ("layer", "round", "sigma"), rows, wide=True
-    )
+    return Picture("sigma", "Posterior sigma by layer and round", caption, figure, ("layer", "round", "sigma"), rows)
 
 
 def _plain_log(axes: Any) -> None:

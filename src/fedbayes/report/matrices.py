@@ -34,7 +34,7 @@ def confusion(run: Run) -> Picture | None:
                     str(counts[i, j]),
                     ha="center",
                     va="center",
-                    fontsize=7.5,
+                    fontsize=8.5,
                     color=style.PAPER if share[i, j] > 0.55 else style.INK,
                 )
         ticks(axes, names, names)
@@ -72,11 +72,11 @@ def ticks(axes: Any, rows: Sequence[str], columns: Sequence[str], most: int = 30
     for spine in axes.spines.values():
         spine.set_visible(False)
     step = max(1, -(-len(rows) // most))
-    axes.set_yticks(range(0, len(rows), step), [rows[i] for i in range(0, len(rows), step)], fontsize=8)
+    axes.set_yticks(range(0, len(rows), step), [rows[i] for i in range(0, len(rows), step)], fontsize=9)
     step = max(1, -(-len(columns) // most))
     turned = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if max(map(len, columns)) > 3 else {}
     axes.set_xticks(
-        range(0, len(columns), step), [columns[i] for i in range(0, len(columns), step)], fontsize=8, **turned
+        range(0, len(columns), step), [columns[i] for i in range(0, len(columns), step)], fontsize=9, **turned
     )
 
 
@@ -109,7 +109,7 @@ def partition_picture(counts: np.ndarray, classes: Sequence[str], names: Sequenc
                         f"{int(n)}",
                         ha="center",
                         va="center",
-                        fontsize=7,
+                        fontsize=8,
                         color=style.PAPER if share[i, j] > 0.62 else style.INK,
                     )
         labels = [f"{n}  ({s:,})" for n, s in zip(short_names(names, 18), sizes)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -41,6 +41,8 @@ class Grid:
     head: Sequence[str]
     rows: Sequence[Sequence[Text]]
     text_columns: int = 1
+    headings: Mapping[int, str] = field(default_factory=dict)
+    """Words above a row, by its number: where another block begins."""
 
 
 @dataclass(frozen=True)
@@ -244,10 +246,14 @@ def _cost(run: Run) -> Part:
     last = run.rounds[-1]
     engine, sent = last.get("engine") or {}, last.get("bytes") or {}
     words = [
-        f"A round took {prose.duration(float(np.median(seconds)))} (median), all rounds {prose.duration(sum(seconds))}."
+        f"A round took {prose.duration(float(np.median(seconds)))} (median), "
+        f"{'all' if run.end else 'the'} {prose.plural(len(run.rounds), 'round')} {prose.duration(sum(seconds))}."
     ]
-    if engine.get("lanes"):
-        words[0] += f" {prose.plural(int(engine['lanes']), 'client').capitalize()} trained at a time"
+    if run.shared:
+        words[0] += " It trained in one launch with other runs: these times are the launch's, not its own."
+    elif engine.get("lanes"):
+        together = min(int(engine["lanes"]), len(last.get("clients", ())) or int(engine["lanes"]))
+        words[0] += f" {prose.plural(together, 'client').capitalize()} trained at a time"
         words[0] += (
             f", {engine['occupancy'] * 100:.0f} % of the steps did real work." if engine.get("occupancy") else "."
         )
@@ -280,15 +286,22 @@ def _several(runs: Sequence[Run], out: Path) -> Path:
     table = tables.table(groups)
     page = Page(out, out.parent / "figures")
     drawn = comparison.pictures(groups)
+    made = {section: _blocks_of(page, drawn, section) for section in ("learning", "knowing", "trust")}
+    words = {
+        "learning": comparison.shown_words(groups),
+        "knowing": "Accuracy on the inputs that are left when the least sure are set aside (Fischer et al. 2024, Figs. 2, 4, 6 and 7).",
+        "trust": "",
+    }
+    titles = {
+        "learning": "Learning",
+        "knowing": "Do they know when they do not know?",
+        "trust": "Can their confidence be taken at its word?",
+    }
     parts = [
         Part("table", "The table", table=_grid(table), remark=_how_to_read(table)),
-        Part("learning", "Learning", figures=page.draw(*drawn["learning"])),
-        Part("knowing", "Do they know when they do not know?",
-             ["Accuracy on the inputs that are left when the least sure are set aside (Fischer et al. 2024, Figs. 2, 4, 6 and 7)."]
-             if drawn["knowing"] else [], page.draw(*drawn["knowing"])),
-        Part("trust", "Can their confidence be taken at its word?", figures=page.draw(*drawn["trust"])),
-        Part("holding", "Who held what", figures=page.draw(matrices.partition(runs[0])) if len({tables.partition_text(tables._compared(r)) for r in runs}) == 1 else ()),
-        Part("runs", "The runs", table=_run_list(groups, out)),
+        *(Part(s, titles[s], [words[s]], *made[s]) for s in made if any(made[s])),
+        Part("holding", "Who held what", figures=page.draw(matrices.partition(runs[0])) if _one_partition(runs) else ()),
+        Part("runs", "The runs", table=_run_list(groups, out), remark=_own_pages(runs)),
     ]  # fmt: skip
     _table_csv(table, page.folder)
     names = sorted({r.name for r in runs})
@@ -302,26 +315,55 @@ def _several(runs: Sequence[Run], out: Path) -> Path:
     return page.render()
 
 
+def _blocks_of(
+    page: Page, drawn: Mapping[str, Mapping[str, Sequence[Picture]]], section: str
+) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """The figures of a section: plain where there is one problem, else under a heading for each."""
+    made = [(problem, page.draw(*sections.get(section, ()))) for problem, sections in drawn.items()]
+    made = [(problem, figures) for problem, figures in made if figures]
+    return (made[0][1], []) if len(made) == 1 else ([], made)
+
+
+def _own_pages(runs: Sequence[Run]) -> str:
+    """How to get the pages of single runs, where there are none yet."""
+    missing = next((r for r in runs if not (r.path / "report.html").exists()), None)
+    return f"Single inputs, errors and layers of one run: fedbayes report {missing.path.name}." if missing else ""
+
+
+def _one_partition(runs: Sequence[Run]) -> bool:
+    """Whether all runs held the same: the picture of one is then that of all."""
+    return all(r.partition == runs[0].partition for r in runs)
+
+
 def _grid(table: tables.Table) -> Grid:
-    head = [*table.key_headings, "runs", *(c.heading for c in table.columns)]
-    rows = []
-    for i, g in enumerate(table.groups):
-        keys = [Text(v, gone=g.collapsed and k == 0) for k, v in enumerate(g.keys.values())]
-        cells = [
-            Text(table.text(i, j), best=bool(c and c.best), tie=bool(c and c.tie)) for j, c in enumerate(table.cells[i])
-        ]
-        rows.append([*keys, Text(str(len(g.runs))), *cells])
-    return Grid(head, rows, len(table.key_headings))
+    rows, headings = [], {}
+    for problem, groups in table.blocks:
+        if problem:
+            headings[len(rows)] = problem
+        for g in groups:
+            i = table.groups.index(g)
+            keys = [Text(g.keys[k], gone=g.collapsed and n == 0) for n, k in enumerate(table.keys)]
+            cells = [
+                Text(table.text(i, j), best=bool(c and c.best), tie=bool(c and c.tie))
+                for j, c in enumerate(table.cells[i])
+            ]
+            rows.append([*keys, Text(str(len(g.runs))), *cells])
+    head = [*(tables.HEADINGS.get(k, k) for k in table.keys), "runs", *(c.heading for c in table.columns)]
+    return Grid(head, rows, len(table.keys), headings)
 
 
 def _how_to_read(table: tables.Table) -> str:
     common = [f"{tables.HEADINGS.get(k, k)} {v}" for k, v in table.groups[0].common.items() if v]
     same = f"The same in every row: {'; '.join(common)}. " if common else ""
+    if any(r.shared for g in table.groups for r in g.runs) and any(c.key == "seconds" for c in table.columns):
+        same += "No time is given for runs that trained in one launch with others. "
     if not table.repeated:
         return same + "One run per row: no spread is known, so nothing is marked as best."
+    where = " on the same data and partition" if len({g.problem for g in table.groups}) > 1 else ""
     return same + (
-        "Mean ± standard deviation over runs with different seeds. Bold: the best, and every row whose difference from it is "
-        "smaller than the combined run-to-run spread √(sd² + sd²), which is a tie. Nothing is marked where no direction is better."
+        f"Mean ± standard deviation over runs with different seeds. Bold: the best{where}, and every row whose difference from "
+        "it is smaller than the combined run-to-run spread √(sd² + sd²), which is a tie. Nothing is marked where no direction is "
+        "better."
     )
 
 
@@ -362,7 +404,7 @@ def _template() -> Any:
         ) from None
     source = resources.files(PACKAGE).joinpath("page.html.j2").read_text(encoding="utf-8")
     return jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_unbroken
     ).from_string(source)
 
 

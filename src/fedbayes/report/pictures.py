@@ -63,7 +63,7 @@ class Picture:
             links = f'<span class="files">{links}</span>'
         kind = ' class="wide"' if self.wide else ""
         caption = f"<figcaption>{style._attribute(self.caption)} {links}</figcaption>" if self.caption or links else ""
-        return f"<figure{kind}>{style.themed(self.svg, self.title)}{caption}</figure>"
+        return f'<figure{kind}><div class="drawing">{style.themed(self.svg, self.title)}</div>{caption}</figure>'
 
 
 def matplotlib_modules() -> Any:

@@ -191,16 +191,26 @@ def spread_of(run: Run) -> str:
     text = f"The median sigma of the weights went from {small(x)} in round {first} to {small(y)} in round {last}."
     if collapsed(run):
         text += (
-            " The posterior has collapsed: the network is a point model in all but name, and its epistemic uncertainty says "
+            f" The posterior has collapsed (by round {collapse_round(run)}): the network is a point model in all but name, and its epistemic uncertainty says "
             "nothing. Product rules (WS, conflation, WC) divide the variance by about the number of clients each round."
         )
     return text
 
 
+def collapse_round(run: Run) -> int | None:
+    """The round from which on the spread is gone: median sigma a thousandth of the first, or below a millionth."""
+    medians = [(number, s.get("q50") or s.get("mean") or 0.0) for number, s in run.spreads]
+    found = None
+    for number, value in reversed(medians):
+        if not (value < COLLAPSED * medians[0][1] or value < 1e-6):
+            break
+        found = number
+    return found
+
+
 def collapsed(run: Run) -> bool:
-    """Whether the posterior's spread has gone: median sigma a thousandth of what it was, or below a millionth."""
-    medians = [s.get("q50") or s.get("mean") or 0.0 for _, s in run.spreads]
-    return bool(medians) and (medians[-1] < COLLAPSED * medians[0] or medians[-1] < 1e-6)
+    """Whether the posterior's spread has gone by the last round."""
+    return collapse_round(run) is not None
 
 
 def cards(run: Run) -> list[tuple[str, str, str]]:

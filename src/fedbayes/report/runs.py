@@ -104,6 +104,23 @@ class Run:
         return self.kind("round")
 
     @property
+    def shared(self) -> bool:
+        """Whether the run trained in one launch with others: the time of a round is then not its own.
+
+        It shows in the steps of the launch: more than this run's examples make, one incomplete batch a client and epoch
+        allowed for.
+        """
+        batch, epochs = int(self.setting("local.batch_size", 32)), int(self.setting("local.epochs", 1) or 1)
+        for event in self.rounds:
+            steps = (event.get("engine") or {}).get("real_lane_steps") or 0
+            own = int(event.get("seen", event.get("examples", 0))) / batch + len(event.get("clients", ())) * max(
+                epochs, 1
+            )
+            if own and steps > own:
+                return True
+        return False
+
+    @property
     def name(self) -> str:
         """The experiment's name."""
         return str(self.start.get("name") or self.setting("name") or self.path.name)

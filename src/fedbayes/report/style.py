@@ -28,14 +28,17 @@ UNCERTAINTY_COLOURS = {
 PANEL = (4.3, 3.0)
 """Inches of one panel: about 410 pixels, which a phone shows without shrinking the letters."""
 
+LARGEST = 1.45
+"""Most pixels per point on the page: beyond, letters would be larger than the page's own."""
+
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--paper"} | {
     colour: f"--s{i}" for i, colour in enumerate(SERIES)
 }
 
 RC = {
-    "font.size": 9.5,
+    "font.size": 10.5,
     "font.family": ["DejaVu Sans"],
-    "axes.titlesize": 10.5,
+    "axes.titlesize": 11.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlepad": 9,
@@ -60,7 +63,10 @@ RC = {
     "ytick.minor.size": 0,
     "lines.linewidth": 1.8,
     "legend.frameon": False,
-    "legend.fontsize": 9,
+    "legend.fontsize": 9.5,
+    "axes.labelsize": 10.5,
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
     "figure.facecolor": PAPER,
     "axes.facecolor": "none",
     "savefig.facecolor": PAPER,
@@ -96,7 +102,7 @@ def themed(svg: str, label: str) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
         f'viewBox="{view.group(1) if view else ""}" role="img" aria-label="{_attribute(label)}" '
-        f'style="max-width:{width * 1.7:.0f}px"'
+        f'style="max-width:{width * LARGEST:.0f}px"'
     )
     return head + svg[head_end:]
 

@@ -14,6 +14,8 @@ from .runs import Run
 
 IGNORED = ("seed", "name", "checkpoint_every")
 IGNORED_SECTIONS = ("engine",)
+PROBLEM = ("data", "partition", "sonar")
+"""Sections of the configuration that say what is to be learnt, not how: only runs alike in these are rivals."""
 ALWAYS = ("fusion.rule", "fusion.weighting", "partition")
 PARTITION = ("partition.scheme", "partition.alpha", "partition.clients", "partition.classes_per_client")
 HEADINGS = {
@@ -59,6 +61,10 @@ class Group:
     runs: Sequence[Run]
     common: Mapping[str, str] = field(default_factory=dict)
     """Settings that would be columns of the table, but are the same in every row."""
+    problem: str = ""
+    """What is to be learnt (data, partition), where the runs differ in it; "" where all have the same."""
+    number: int = 0
+    """Number of the label: rows of the same method in different problems share it, and so their colour."""
 
     @property
     def collapsed(self) -> bool:
@@ -100,24 +106,58 @@ def partition_text(settings: Mapping[str, str]) -> str:
 
 
 def group(runs: Sequence[Run]) -> list[Group]:
-    """Put runs that differ only in their seed into one group, in the order in which they come."""
+    """Put runs that differ only in their seed into one group; groups of the same problem stand together.
+
+    Order: problems as they come, and within each the groups as they come.
+    """
     settings = [_compared(run) for run in runs]
     names = sorted({k for s in settings for k in s})
     varying = [k for k in names if len({s.get(k) for s in settings}) > 1]
     by_key: dict[tuple[str | None, ...], list[int]] = {}
     for i, s in enumerate(settings):
         by_key.setdefault(tuple(s.get(k) for k in varying), []).append(i)
-    keys = [_row_keys(settings[members[0]], varying) for members in by_key.values()]
-    differing = [k for k in keys[0] if len({row.get(k) for row in keys}) > 1] if keys else []
-    named = _needed(keys, differing)
+    members = list(by_key.values())
+    rows = [_row_keys(settings[m[0]], varying) for m in members]
+    problems = [_problem(settings[m[0]], varying) for m in members]
+    differing = [k for k in rows[0] if len({row.get(k) for row in rows}) > 1] if rows else []
+    rivals = len(set(problems)) < len(rows)  # else every row has a problem of its own: that is what tells them apart
+    telling = [k for k in differing if not _of_problem(k)] if rivals else differing
+    named = _needed([dict(kept) for kept in {tuple((k, row.get(k, "")) for k in telling) for row in rows}], telling)
+    labels = [_label(row, named) or row["fusion.rule"] or runs[m[0]].name for row, m in zip(rows, members)]
+    numbers = {label: i for i, label in enumerate(dict.fromkeys(labels))}
     groups = []
-    for row, members in zip(keys, by_key.values()):
-        label = " ".join(row[k] if _plain(k) else f"{k.split('.')[-1]}={row[k]}" for k in named)
+    for row, m, problem, label in zip(rows, members, problems, labels):
         shown = {k: v for k, v in row.items() if k in differing or k == "fusion.rule"}
         common = {k: v for k, v in row.items() if k not in shown}
-        label = label or row["fusion.rule"] or runs[members[0]].name
-        groups.append(Group(label, shown, [runs[i] for i in members], common))
-    return groups
+        groups.append(Group(label, shown, [runs[i] for i in m], common, problem, numbers[label]))
+    order = {problem: i for i, problem in enumerate(dict.fromkeys(problems))}
+    return sorted(groups, key=lambda g: order[g.problem])
+
+
+def blocks(groups: Sequence[Group]) -> list[tuple[str, list[Group]]]:
+    """Groups by problem: (its text, its groups). One block with the text "" where there is nothing to part."""
+    parted: dict[str, list[Group]] = {}
+    for g in groups:
+        parted.setdefault(g.problem, []).append(g)
+    return list(parted.items()) if len(parted) < len(groups) else [("", list(groups))]
+
+
+def _of_problem(key: str) -> bool:
+    return key == "partition" or key.split(".")[0] in PROBLEM
+
+
+def _problem(settings: Mapping[str, str], varying: Sequence[str]) -> str:
+    """The part of the settings that says what is to be learnt, as far as the runs differ in it."""
+    keys = [k for k in varying if _of_problem(k)]
+    parts = [settings.get("data.name", "")] if any(k.startswith("data.") for k in keys) else []
+    if any(k in (*PARTITION, "partition.column") for k in keys):
+        parts.append(partition_text(settings))
+    rest = [k for k in keys if k not in (*PARTITION, "partition.column", "data.name")]
+    return ", ".join(parts + [f"{k.split('.')[-1]}={settings.get(k, '–')}" for k in rest])
+
+
+def _label(row: Mapping[str, str], named: Sequence[str]) -> str:
+    return " ".join(row[k] if _plain(k) else f"{k.split('.')[-1]}={row[k]}" for k in named)
 
 
 def _needed(rows: Sequence[Mapping[str, str]], keys: Sequence[str]) -> list[str]:
@@ -146,7 +186,7 @@ def values(run: Run) -> dict[str, float]:
     if run.sigma:
         m["sigma"] = run.sigma.get("q50") or run.sigma.get("mean") or 0.0
     seconds = [e["seconds"] for e in run.rounds if e.get("seconds")]
-    if seconds:
+    if seconds and not run.shared:
         m["seconds"] = statistics.median(seconds)
     found = [r["auroc"] for r in prose.outlier_rows(run) if r["by"] == "entropy"]
     if found:
@@ -196,12 +236,26 @@ def compare(samples: Sequence[Sequence[float]], better: int) -> list[Cell | None
 
 @dataclass(frozen=True)
 class Table:
-    """The whole comparison: headings, one row of texts and cells per group, and what may be said of it."""
+    """The whole comparison: one row of cells per group, and what may be said of it."""
 
-    key_headings: list[str]
     columns: list[Column]
     groups: list[Group]
     cells: list[list[Cell | None]]
+
+    @property
+    def blocks(self) -> list[tuple[str, list[Group]]]:
+        """The rows by problem (see ``blocks``)."""
+        return blocks(self.groups)
+
+    @property
+    def rivals(self) -> bool:
+        """Whether at least two rows have the same problem, so that one can be better than the other."""
+        return len({g.problem for g in self.groups}) < len(self.groups)
+
+    @property
+    def keys(self) -> list[str]:
+        """The settings that are columns: those of the problem are not where they are headings of the blocks."""
+        return [k for k in self.groups[0].keys if len(self.blocks) == 1 or not _of_problem(k)]
 
     @property
     def repeated(self) -> bool:
@@ -217,68 +271,89 @@ class Table:
             mean, sd = prose.small(cell.mean * spec.scale), f"{cell.sd * spec.scale:.1g}"
         else:
             mean, sd = f"{cell.mean * spec.scale:.{spec.digits}f}", f"{cell.sd * spec.scale:.{spec.digits}f}"
+        if cell.mean == 0 and not cell.sd > 0:
+            return "0"  # exactly, in every run
         return mean if math.isnan(cell.sd) else f"{mean} ± {sd}"
 
 
 def table(groups: Sequence[Group]) -> Table:
-    """Collect the groups' numbers into a table; columns that no run has are left out."""
+    """Collect the groups' numbers into a table; columns that no run has are left out.
+
+    The best are marked within each problem: an accuracy on other data, or on another partition, is no rival.
+    """
     numbers = [[values(run) for run in g.runs] for g in groups]
     columns = [c for c in COLUMNS if any(c.key in v for row in numbers for v in row)]
-    by_column = [compare([[v[c.key] for v in row if c.key in v] for row in numbers], c.better) for c in columns]
-    headings = [HEADINGS.get(k, k) for k in groups[0].keys]
-    return Table(headings, columns, list(groups), [list(row) for row in zip(*by_column)])
+    by_column = []
+    for c in columns:
+        samples = [[v[c.key] for v in row if c.key in v] for row in numbers]
+        cells: list[Cell | None] = []
+        for problem in dict.fromkeys(g.problem for g in groups):
+            cells += compare([s for s, g in zip(samples, groups) if g.problem == problem], c.better)
+        by_column.append(cells)
+    return Table(columns, list(groups), [list(row) for row in zip(*by_column)])
 
 
 def findings(t: Table) -> list[str]:
-    """What the table shows, in sentences."""
+    """What the table shows, in sentences: who is best within noise, problem by problem."""
     out = []
-    for j, column in enumerate(t.columns):
-        if column.key not in ("accuracy", "nll", "ece"):
-            continue
-        cells = [(g, cell) for g, row in zip(t.groups, t.cells) if (cell := row[j]) is not None]
-        if len(cells) < 2:
-            continue
-        ordered = sorted(cells, key=lambda gc: -gc[1].mean * column.better)
-        top = ordered[0]
-        name = {"accuracy": "accuracy", "nll": "NLL", "ece": "calibration error"}[column.key]
-        shown = t.text(t.groups.index(top[0]), j) + (" %" if column.scale == 100 else "")
-        if not t.repeated:
-            out.append(f"Best {name} in these runs: {top[0].label} ({shown}).")
-            continue
-        ties = [g.label for g, c in ordered[1:] if c.best]
-        text = f"Best {name}: {top[0].label} ({shown})"
-        out.append(
-            text
-            + (
-                f"; {_list(ties)} {'is a tie' if len(ties) == 1 else 'are ties'} with it."
-                if ties
-                else ", ahead by more than the run-to-run spread."
+    for problem, groups in t.blocks:
+        said = [line for c in t.columns if (line := _best(t, c, groups))] if t.rivals else []
+        if said:
+            out += (
+                [f"{problem}: {'; '.join(said)}."] if problem else [f"{line[:1].upper()}{line[1:]}." for line in said]
             )
-        )
+    if not t.rivals and len(t.groups) > 1:
+        out.append("Every row is another problem (data or partition), so none is called best.")
     if not t.repeated:
         out.append(
-            f"Every row is a single run, so nothing here tells a difference from luck: repeat with --seeds 3.{_sampling(t)}"
+            "Every row is a single run, so nothing here tells a difference from luck: repeat with --seeds 3."
+            + _sampling(t)
         )
-    gone = [g.label for g in t.groups if g.collapsed]
+    gone = list(dict.fromkeys(g.label for g in t.groups if g.collapsed))
     if gone:
         out.append(
-            f"The posterior of {_list(gone)} has collapsed: {'it is' if len(gone) == 1 else 'they are'} point "
-            f"{'model' if len(gone) == 1 else 'models'} in all but name, and should be compared as such."
+            f"The posterior of {_list(gone)} has collapsed: {'it is a point model' if len(gone) == 1 else 'they are point models'} "
+            "in all but name, and should be compared as such."
         )
     return out
 
 
+def _best(t: Table, column: Column, groups: Sequence[Group]) -> str:
+    """The best of a block by one metric, and who ties with it."""
+    name = {"accuracy": "accuracy", "nll": "NLL", "ece": "calibration error"}.get(column.key)
+    j = t.columns.index(column)
+    cells = [(g, cell) for g, row in zip(t.groups, t.cells) if g in groups and (cell := row[j]) is not None]
+    if name is None or len(cells) < 2:
+        return ""
+    ordered = sorted(cells, key=lambda gc: -gc[1].mean * column.better)
+    top = ordered[0][0]
+    number = t.text(t.groups.index(top), j) + (" %" if column.scale == 100 else "")
+    shown = f"{top.label} ({number})"
+    if not t.repeated:
+        return f"best {name} in these runs: {shown}"
+    ties = [g.label for g, c in ordered[1:] if c.best]
+    if len(ties) == len(cells) - 1:
+        return f"no difference in {name} is larger than the run-to-run spread (best mean: {top.label}, {number})"
+    if ties:
+        return f"best {name}: {shown}, a tie with {_list(ties)}"
+    return f"best {name}: {shown}, ahead by more than the run-to-run spread"
+
+
 def _sampling(t: Table) -> str:
     """How much an accuracy is uncertain from the size of the test set alone."""
-    column = next((j for j, c in enumerate(t.columns) if c.key == "accuracy"), None)
-    cells = [row[column] for row in t.cells] if column is not None else []
-    accuracies = [c.mean for c in cells if c]
-    evaluations = t.groups[0].runs[0].evaluations("test")
-    n = int(evaluations[-1].get("examples", 0)) if evaluations else 0
-    if not n or not accuracies:
+    errors = []
+    for g in t.groups:
+        evaluations = g.runs[0].evaluations("test")
+        n, a = int(evaluations[-1].get("examples", 0)) if evaluations else 0, g.runs[0].headline.get("accuracy")
+        if n and a is not None and math.isfinite(a):
+            errors.append((196 * math.sqrt(a * (1 - a) / n), n))
+    if not errors:
         return ""
-    a = statistics.fmean(accuracies)
-    return f" Being measured on {n:,} test inputs, each accuracy is uncertain by ± {196 * math.sqrt(a * (1 - a) / n):.1f} points already."
+    sizes = sorted({n for _, n in errors})
+    inputs = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+    low, high = f"{min(errors)[0]:.1f}", f"{max(errors)[0]:.1f}"
+    spread = low if low == high else f"{low} to {high}"
+    return f" Being measured on {inputs} test inputs, each accuracy is uncertain by ± {spread} points already."
 
 
 def _list(names: Sequence[str]) -> str:
