@@ -324,7 +324,11 @@ def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None = None)
 
 
 def sampled_logits(forward: Callable[[Tensor], Tensor], inputs: Tensor, samples: int = 1) -> Tensor:
-    """Return logits (S, B, C) of S independent passes, or (B, C) for one: more weight samples a step, less noise."""
+    """Return logits (S, B, C) of S independent passes, or (B, C) for one: more weight samples a step, less noise.
+
+    Worth S times the work where the weights' noise, not the batch's, limits learning: ``sample`` layers, large sigmas,
+    small batches. Flipout's examples are nearly independent draws already: one pass is right there.
+    """
     if samples == 1:
         return forward(inputs)
     return torch.stack([forward(inputs) for _ in range(samples)])

@@ -129,6 +129,21 @@ def test_linear_layers_have_the_moments_of_sampled_weights(kind: str, bayesian_b
 
 
 @pytest.mark.parametrize("kind", ["flipout", "local", "sample"])
+def test_layers_in_double_precision_stay_there(kind: str) -> None:
+    torch.manual_seed(0)
+    for base, args, x in (
+        (tnn.Linear, (4, 3), torch.randn(5, 4)),
+        (tnn.Conv1d, (4, 3, 3), torch.randn(5, 4, 8)),
+        (tnn.Conv2d, (4, 3, 3), torch.randn(5, 4, 8, 8)),
+    ):
+        layer = LAYERS[kind][base](*args, sigma=1e-9, bayesian_bias=True, dtype=torch.float64)
+        y = layer(x.double())
+        noise = y - base.forward(layer, x.double())
+        assert y.dtype == layer.weight_rho.dtype == torch.float64
+        assert 0 < noise.abs().max() < 1e-7  # float32 would have lost it
+
+
+@pytest.mark.parametrize("kind", ["flipout", "local", "sample"])
 def test_conv1d_has_the_moments_of_sampled_weights(kind: str) -> None:
     torch.manual_seed(0)
     layer = LAYERS[kind][tnn.Conv1d](4, 6, 5, stride=2, padding=3, dilation=2, groups=2, sigma=0.3)

@@ -65,6 +65,8 @@ def test_resnets_are_fully_variational_but_for_norms_and_biases(shortcut: str) -
     expected = {f"{n}.weight" for n, m in module.named_modules() if isinstance(m, (tnn.Conv2d, tnn.Linear))}
     assert gaussian == expected
     assert len(gaussian) == (20 if shortcut == "A" else 22)
+    # a scale more for every weight: 269,722 - 1,376 (batch-norm) - 10 (bias); 273,066 - 1,376 - 794 (biases)
+    assert trainable(module) == (269_722 + 268_336 if shortcut == "A" else 273_066 + 270_896)
     dropouts = [m for m in nn.build("resnet20", "dropout", shortcut=shortcut).modules() if isinstance(m, nn.Dropout)]
     assert len(dropouts) == len(expected)
     assert {m.p for m in dropouts} == {0.2}

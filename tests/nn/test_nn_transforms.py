@@ -14,8 +14,11 @@ STOCHASTIC = ["flipout", "local", "sample", "dropout"]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
 
-def small(kind: str) -> tnn.Module:
-    return nn.build("spectrogram-cnn", kind, input_shape=(1, 12, 12), width=4, sigma=0.1, classes=3)
+SHAPES = {"spectrogram-cnn": (1, 12, 12), "waveform-cnn": (2, 200)}  # two-dimensional and one-dimensional convolutions
+
+
+def small(kind: str, name: str = "spectrogram-cnn") -> tnn.Module:
+    return nn.build(name, kind, input_shape=SHAPES[name], width=4, sigma=0.1, classes=3)
 
 
 def stacked(module: tnn.Module, lanes: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -30,9 +33,10 @@ def run_lanes(module: tnn.Module, parameters: dict, buffers: dict, x: Tensor) ->
 
 
 @pytest.mark.parametrize("kind", STOCHASTIC)
-def test_functional_call_is_the_module_itself(kind: str) -> None:
-    module = small(kind)
-    x = torch.randn(4, 1, 12, 12)
+@pytest.mark.parametrize("name", SHAPES)
+def test_functional_call_is_the_module_itself(kind: str, name: str) -> None:
+    module = small(kind, name)
+    x = torch.randn(4, *SHAPES[name])
     torch.manual_seed(0)
     expected = module(x)
     torch.manual_seed(0)
@@ -41,10 +45,11 @@ def test_functional_call_is_the_module_itself(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STOCHASTIC)
-def test_lanes_draw_on_their_own_and_all_parameters_get_gradients(kind: str) -> None:
-    module = small(kind).train()
+@pytest.mark.parametrize("name", SHAPES)
+def test_lanes_draw_on_their_own_and_all_parameters_get_gradients(kind: str, name: str) -> None:
+    module = small(kind, name).train()
     parameters, buffers = stacked(module, 3)
-    x = torch.randn(1, 4, 1, 12, 12).expand(3, -1, -1, -1, -1)
+    x = torch.randn(4, *SHAPES[name]).expand(3, 4, *SHAPES[name])
     out = run_lanes(module, parameters, buffers, x)
     assert not torch.allclose(out[0], out[1])
     out.square().sum().backward()
@@ -91,9 +96,10 @@ def test_forward_writes_nothing_but_running_statistics() -> None:
 
 
 @pytest.mark.parametrize("kind", STOCHASTIC)
-def test_autocast_bf16_runs_forward_and_backward(kind: str) -> None:
-    module = small(kind).train()
-    x = torch.randn(2, 8, 1, 12, 12)
+@pytest.mark.parametrize("name", SHAPES)
+def test_autocast_bf16_runs_forward_and_backward(kind: str, name: str) -> None:
+    module = small(kind, name).train()
+    x = torch.randn(2, 8, *SHAPES[name])
     with torch.autocast("cpu", torch.bfloat16):
         out = functional_call(module, nn.state_of(module), (x[0],))
     assert out.dtype == torch.bfloat16

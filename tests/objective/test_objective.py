@@ -149,10 +149,11 @@ def elbo(model: dict[str, Tensor], parameters: dict[str, Tensor], noise: float =
     return likelihood - objective.gaussian_kl(parameters, {"w": zero}, {"w": variance})
 
 
-def test_training_reaches_the_closed_form_mean_field_posterior() -> None:
+@pytest.mark.parametrize("cls", [nn.LocalLinear, nn.FlipoutLinear])
+def test_training_reaches_the_closed_form_mean_field_posterior(cls: type[torch.nn.Module]) -> None:
     """By the ELBO's noisy gradients through the project's layer: mean exact, variance 1 / diagonal of the precision."""
     model = linear_gaussian()
-    layer = nn.LocalLinear(3, 1, bias=False, sigma=0.3).double()
+    layer = cls(3, 1, bias=False, sigma=0.3).double()
     parameters = dict(layer.named_parameters())
     terms = objective.make_terms(assignment(divisor=60.0, prior_std=1.3), parameters)
     torch.manual_seed(0)
