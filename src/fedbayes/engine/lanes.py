@@ -5,7 +5,7 @@ Lanes close up as clients finish, so no step is wasted; a client that is done ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..posterior import Posterior
 from ..seeds import derive
+from .fused import FusedAdam
 from .optimizers import corrected_second_moment, lane_update, second_half
 from .packing import Segment, lane_steps, pack
 from .plan import Batches
@@ -59,22 +60,27 @@ class _Run:
     def segment(self, segment: Segment) -> list[Outcome]:
         """Run one stretch of steps and return the jobs that end with it."""
         self._seat(segment)
-        rows, local, width = self.rows, self.setting.local, len(segment.jobs)
+        rows, width = self.rows, len(segment.jobs)
         terms, leaves = rows.terms(width), self.loop.model.leaves(rows, width)
-        moments = tuple(m[:width] for m in rows.moments.values())
-        recorded = []
+        update, recorded = self._optimizer(width), []
         for step, (x, y, real) in enumerate(self._inputs(segment)):
             found = self.loop.model.gradients(rows, width, leaves, x, y, real, terms)
             recorded.append(found.losses)
             with torch.no_grad():
                 rows.store_buffers(found.buffers, width)
-                lane_update(
-                    local, self.setting.layout.trained.split, rows.parameters[:width], found.rows, moments,
-                    rows.steps[:width], rows.rates[:width],
-                )  # fmt: skip
+                update(found.rows)
                 if rows.captured is not None:
                     self._capture(segment, step, width)
         return self._leave(segment, torch.stack(recorded).double().cpu().numpy())
+
+    def _optimizer(self, width: int) -> Callable[[Tensor], None]:
+        """Return what takes a step on the first ``width`` lanes, given their gradients."""
+        rows, local, split = self.rows, self.setting.local, self.setting.layout.trained.split
+        moments = tuple(m[:width] for m in rows.moments.values())
+        state = (moments, rows.steps[:width], rows.rates[:width])
+        if local.optimizer == "adam" and self.setting.device.type == "cpu":
+            return FusedAdam(local, split, rows.parameters[:width], *state).step
+        return lambda gradients: lane_update(local, split, rows.parameters[:width], gradients, *state)
 
     def _seat(self, segment: Segment) -> None:
         moves = {}

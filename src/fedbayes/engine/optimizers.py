@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adam import adam
 
 from ..errors import ConfigError, nearest
 from ..experiment import Local
@@ -103,10 +102,12 @@ def recall(
 # -- lanes ---------------------------------------------------------------------------------------------------
 
 
-def clip(gradients: Tensor, norm: float) -> Tensor:
-    """Scale each lane's gradient to at most ``norm`` (as ``torch.nn.utils.clip_grad_norm_``)."""
-    lengths = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
-    return gradients * (norm / (lengths + 1e-6)).clamp(max=1.0)
+def clipped_and_decayed(local: Local, parameters: Tensor, gradients: Tensor) -> Tensor:
+    """Scale each lane's gradient to at most ``clip_norm`` (as ``torch.nn.utils.clip_grad_norm_``), then add weight decay."""
+    if local.clip_norm:
+        lengths = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
+        gradients = gradients * (local.clip_norm / (lengths + 1e-6)).clamp(max=1.0)
+    return gradients.add(parameters, alpha=local.weight_decay) if local.weight_decay else gradients
 
 
 def lane_update(
@@ -123,12 +124,7 @@ def lane_update(
     ``parameters``, ``gradients`` and each of ``moments`` are (lanes, P); ``steps`` (lanes, 1) float64 counts each lane's
     own steps and is advanced; ``rates`` (lanes, 2) float64 are the learning rates of elements before and from ``split``.
     """
-    if local.clip_norm:
-        gradients = clip(gradients, local.clip_norm)
-    if local.weight_decay:
-        gradients = gradients.add(parameters, alpha=local.weight_decay)
-    if local.optimizer == "adam" and parameters.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _adam_fused(local, split, parameters, gradients, moments, steps, rates)
+    gradients = clipped_and_decayed(local, parameters, gradients)
     steps.add_(1)
     if local.optimizer == "adam":
         _adam(local, split, parameters, gradients, moments, steps, rates)
@@ -153,36 +149,6 @@ def _adam(
     move = torch.sqrt(second).div_(correction).add_(local.eps)
     move = first / move
     _descend(parameters, move, rates / (1 - beta1**steps), split)
-
-
-def _adam_fused(
-    local: Local,
-    split: int,
-    parameters: Tensor,
-    gradients: Tensor,
-    moments: tuple[Tensor, ...],
-    steps: Tensor,
-    rates: Tensor,
-) -> None:
-    """Adam with torch's fused kernel, row by row: one pass over memory instead of seven, which is what counts on a CPU."""
-    whole = rates[:, 0].tolist() == rates[:, 1].tolist()
-    pieces = [(slice(None), 0)] if whole else [(slice(0, split), 0), (slice(split, None), 1)]
-    counts = list(steps.to(torch.float32).unbind())
-    for rate in dict.fromkeys(rates.flatten().tolist()):
-        chosen = [
-            (lane, piece)
-            for lane, pair in enumerate(rates.tolist())
-            for piece, column in pieces
-            if pair[column] == rate
-        ]
-        rows, slopes, first, second = (
-            [t[lane, piece] for lane, piece in chosen] for t in (parameters, gradients, *moments)
-        )
-        adam(
-            rows, slopes, first, second, [], [counts[lane].clone() for lane, _ in chosen], fused=True, amsgrad=False,
-            beta1=local.betas[0], beta2=local.betas[1], lr=rate, weight_decay=0.0, eps=local.eps, maximize=False,
-        )  # fmt: skip
-    steps.add_(1)
 
 
 def _sgd(
