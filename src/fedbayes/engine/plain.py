@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from ..nn.state import state_of, to_posterior
 from ..objective import Terms, cross_entropy, gaussian_kl, make_terms, penalty, sampled_logits
 from ..seeds import derive
-from .optimizers import Rates, corrected_second_moment, recall, remember, second_half, torch_optimizer
+from .optimizers import Rates, corrected_second_moment, second_half
 from .plan import Batches
 from .setting import Job, Outcome, Setting, starting_state, with_moment
+from .stepping import Stepper
 
 _STRETCH = 2**18  # network inputs made ahead in one go, in numbers: few enough for a processor's cache
 
@@ -50,10 +51,9 @@ class PlainLoop:
             for name, tensor in state_of(self.model).items():
                 tensor.copy_(start[name])
         terms = make_terms(a, {n: start[n] for n in s.layout.trained.names})
-        optimizer = torch_optimizer(s.local, self.parameters, Rates.of(s.local, a.learning_rate))
+        optimizer = Stepper(s.local, self.parameters, Rates.of(s.local, a.learning_rate))
         if job.memory is not None:
-            recall(optimizer, self.parameters, s.layout.trained, job.memory)
-            _follow(optimizer)
+            optimizer.recall(job.memory, s.layout.trained)
         torch.manual_seed(derive(a.seed, "noise", a.round, a.client))
         moment = _MomentMean(s, self.parameters) if s.capture.enabled else None
         losses, first = [], second_half(batches.steps, batches.tail)
@@ -70,7 +70,7 @@ class PlainLoop:
             torch.stack(losses).double().cpu().numpy(),
             divergence,
             batches,
-            remember(optimizer, self.parameters, s.layout.trained, s.local) if s.local.keep_state else None,
+            optimizer.remember(s.layout.trained) if s.local.keep_state else None,
         )
 
     def _batches(self, batches: Batches, client: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -85,7 +85,7 @@ class PlainLoop:
             for x, y, weights in zip(xs, s.examples.labels[indices[now]], real[now], strict=True):
                 yield x.contiguous(memory_format=self.format) if x.ndim == 4 else x, y, weights
 
-    def _step(self, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, real: Tensor, terms: Terms) -> Tensor:
+    def _step(self, optimizer: Stepper, x: Tensor, y: Tensor, real: Tensor, terms: Terms) -> Tensor:
         """Take one step; return (loss, nll)."""
         s = self.setting
         with s.autocast():
@@ -125,14 +125,6 @@ def memory_format(setting: Setting) -> torch.memory_format:
     return torch.channels_last
 
 
-def _follow(optimizer: torch.optim.Optimizer) -> None:
-    """Lay recalled moments out in memory as their parameters are: the fused kernel goes through both in one pass."""
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if value.shape == parameter.shape:
-                state[name] = torch.empty_like(parameter).copy_(value).detach()
-
-
 class _MomentMean:
     """Running mean of Adam's second raw moment (Reyes et al. 2021)."""
 
@@ -140,7 +132,7 @@ class _MomentMean:
         self.setting, self.parameters, self.count = setting, parameters, 0
         self.total = {n: torch.zeros_like(p) for n, p in parameters.items()}
 
-    def add(self, optimizer: torch.optim.Optimizer) -> None:
+    def add(self, optimizer: Stepper) -> None:
         """Add the moment after one step."""
         self.count += 1
         for name, p in self.parameters.items():
