@@ -182,8 +182,9 @@ def _tell(child: Child) -> None:
 
 
 def pack(state: Path, folder: Path) -> None:
-    """Write what a call has left: one archive of results that are read, one of checkpoints a study, to go on elsewhere."""
+    """Write what a call has left: the summary, an archive of what is read, one of checkpoints a study, to go on elsewhere."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.txt").write_text(summary(state))
     results = ("*.html", "*.csv", "*.json", "logs/*.log", "runs/*/config.toml", "runs/*/metrics.jsonl")
     with tarfile.open(folder / "results.tar.gz", "w:gz", compresslevel=6) as archive:
         for root in (state, state / "uncompiled"):
@@ -218,7 +219,8 @@ def summary(state: Path) -> str:
         for labels in sorted(root.glob("labels-*.json")):
             study = labels.stem.removeprefix("labels-") + ("" if root == state else " (uncompiled)")
             for run, label in json.loads(labels.read_text()).items():
-                lines += _standing(f"{study}: {label}", root / "runs" / run)
+                values = " ".join(word.rpartition("=")[2] for word in label.split() if not word.startswith("seed=0"))
+                lines += _standing(f"{study.split('-only-')[0]}: {values}", root / "runs" / run)
     return "\n".join(lines)
 
 

@@ -218,6 +218,7 @@ class GridOf:
 
     def _reproduce(self, run_many: Any) -> list[Any]:
         from fedbayes import recipes
+        from fedbayes.recipes.runner import matches
 
         study, o, made = STUDIES[self.name], self.options, []
         variants: Sequence[Mapping[str, str]] = () if self.asked else study.variants
@@ -225,7 +226,9 @@ class GridOf:
             for recipe, cells in study.cells.items():
                 only = [" ".join([item, *self.only]) for item in cells]
                 if number:  # a variant is of the precision cells
-                    only = [f"{item} rule=precision" for item in only if "rule=fedavg" not in item]
+                    only = [f"{item} rule=precision" for item in only]
+                known = recipes.load_recipe(recipe, o.scale, readings).cells
+                only = [item for item in only if any(matches(cell, item) for cell in known)]
                 if only:
                     made.append(
                         recipes.reproduce(

@@ -64,9 +64,7 @@ def reproduce(
     recipe = load_recipe(name, scale, readings)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    cells = [c for c in recipe.cells if not only or any(_matches(c, item) for item in only)]
-    if not cells:
-        raise ConfigError(f"--only leaves no cell of {name}; a cell is called '{recipe.cells[0].label}'.")
+    cells = _chosen(recipe, only)
     if changes:
         from .. import config
 
@@ -107,7 +105,17 @@ def _paths(cell: Cell, seeds: Sequence[int], out: Path) -> list[Path]:
     return [run_path(cell.with_seed(s), out) for s in seeds]
 
 
-def _matches(cell: Cell, item: str) -> bool:
+def _chosen(recipe: Recipe, only: Sequence[str]) -> list[Cell]:
+    for item in only:
+        if not any(matches(cell, item) for cell in recipe.cells):
+            raise ConfigError(
+                f"--only '{item}' fits no cell of {recipe.name}; a cell is called '{recipe.cells[0].label}'."
+            )
+    return [c for c in recipe.cells if not only or any(matches(c, item) for item in only)]
+
+
+def matches(cell: Cell, item: str) -> bool:
+    """Whether a cell's label holds every word of an item of ``only`` (shell patterns; a value alone stands for its word)."""
     return all(
         any(fnmatch(word, want) or word.endswith(f"={want}") for word in cell.label.split()) for want in item.split()
     )
