@@ -1,4 +1,4 @@
-"""Optimisers: torch's own for the plain loop, and the same formulas on (lane, parameter) rows for many clients.
+"""Optimisers on (lane, parameter) rows, for many clients at once (the plain loop's are in ``stepping``).
 
 The lane forms follow ``torch.optim`` operation by operation (Adam: Kingma & Ba 2015 with bias correction; SGD with
 momentum, Nesterov's form by option; weight decay as an L2 gradient), so that lanes and plain loop agree to rounding.
@@ -12,12 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ConfigError, nearest
 from ..experiment import Local
-from ..nn.state import RHO
-from .layout import Layout
 
 
 @dataclass(frozen=True)
@@ -47,56 +45,12 @@ def moments_of(local: Local) -> tuple[str, ...]:
     return () if local.optimizer == "sgd" and not local.momentum else MOMENTS[local.optimizer]
 
 
-# -- the plain loop ------------------------------------------------------------------------------------------
-
-
-def torch_optimizer(local: Local, parameters: Mapping[str, nn.Parameter], rates: Rates) -> torch.optim.Optimizer:
-    """Return torch's optimiser for one client, sigmas in a parameter group of their own."""
-    moments_of(local)
-    means = [p for n, p in parameters.items() if not n.endswith(RHO)]
-    sigmas = [p for n, p in parameters.items() if n.endswith(RHO)]
-    groups = [{"params": group, "lr": lr} for group, lr in ((means, rates.mean), (sigmas, rates.sigma)) if group]
-    if local.optimizer == "adam":
-        return torch.optim.Adam(
-            groups, lr=rates.mean, betas=local.betas, eps=local.eps, weight_decay=local.weight_decay,
-            fused=all(p.device.type == "cpu" for p in means + sigmas) or None,  # an eighth of a LeNet's step
-        )  # fmt: skip
-    return torch.optim.SGD(
-        groups, lr=rates.mean, momentum=local.momentum, nesterov=local.nesterov and local.momentum > 0,
-        weight_decay=local.weight_decay,
-    )  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Memory:
     """An optimiser's state as flat rows, so that it can be kept, saved and moved between lanes and the plain loop."""
 
     steps: int
     rows: Mapping[str, Tensor]
-
-
-def remember(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], layout: Layout, local: Local
-) -> Memory:
-    """Read torch's optimiser into rows."""
-    first = optimizer.state[parameters[layout.names[0]]]
-    rows = {
-        moment: torch.cat([optimizer.state[parameters[n]][moment].reshape(-1) for n in layout.names]).clone()
-        for moment in moments_of(local)
-    }
-    return Memory(int(first["step"]) if "step" in first else 0, rows)
-
-
-def recall(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], layout: Layout, memory: Memory
-) -> None:
-    """Put rows back into torch's optimiser."""
-    for moment, row in memory.rows.items():
-        for name, value in layout.views(row).items():
-            parameter = parameters[name]
-            optimizer.state[parameter][moment] = value.to(parameter.device).clone()
-            if moment.startswith("exp"):
-                optimizer.state[parameter]["step"] = torch.tensor(float(memory.steps))
 
 
 # -- lanes ---------------------------------------------------------------------------------------------------
