@@ -8,6 +8,7 @@ A round is everything but evaluation: shuffles, pad-crop-flip, one local epoch o
 fusion of the posteriors. Images are random (uint8), which changes nothing about the time. Ours is the median of several
 rounds after a warm-up round; compilation and capture are listed apart. The plain loop runs some steps of one client,
 extrapolated to the round's steps (``--baseline-steps 0``: a whole round); its fusion is left out, in its favour.
+Every row has a process of its own: all compile side by side, then each is measured while the others wait.
 Needs torch, numpy and safetensors only.
 """
 
@@ -19,8 +20,10 @@ import cProfile
 import json
 import pstats
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +32,13 @@ import numpy as np
 import torch
 
 from fedbayes import nn as fnn
-from fedbayes.cohort import Assignment
+from fedbayes.cohort import Assignment, Update
 from fedbayes.data import Examples, Transform
 from fedbayes.data.transform import CropFlip
 from fedbayes.engine import LocalCohort
 from fedbayes.experiment import Engine, Local
 from fedbayes.fusion import Accumulator, client_weights, get_rule
+from fedbayes.fusion.together import absorb_together
 from fedbayes.nn.state import posterior_of
 from fedbayes.posterior import Posterior
 
@@ -94,8 +98,12 @@ class Job:
         for run, posterior in self.posteriors.items():
             totals[run] = Accumulator(self.rule, reference=posterior, previous=posterior)
             weights[run] = client_weights("size", sizes=self.cohort.sizes(run))
+        updates: dict[int, list[Update]] = {run: [] for run in self.posteriors}
         for update in self.cohort.train(self.assignments()):
-            totals[update.run].absorb(update.posterior, weights[update.run][update.client], client=update.client)
+            updates[update.run].append(update)
+        for run, total in totals.items():
+            clients = [u.client for u in updates[run]]
+            absorb_together(total, [u.posterior for u in updates[run]], [weights[run][c] for c in clients], clients)
         self.posteriors = {run: total.conclude().posterior for run, total in totals.items()}
 
     def baseline(self, steps: int) -> float:
@@ -123,14 +131,17 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def measure(args: argparse.Namespace, row: Row, **engine: Any) -> dict[str, Any]:
-    """Return seconds per round and run of one row, and what came with it."""
+def measure(
+    args: argparse.Namespace, row: Row, turn: Callable[[], object] = lambda: None, **engine: Any
+) -> dict[str, Any]:
+    """Return seconds per round and run of one row, and what came with it; ``turn`` is called after the warm-up round."""
     cuda = torch.cuda.is_available() and args.device != "cpu"
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     job = Job(args, row.kind, row.runs, args.clients * row.runs, **{"compile": cuda} | engine)
     first = seconds(job.round)
+    turn()
     rounds = [seconds(job.round) for _ in range(args.rounds)]
     found = job.cohort.statistics()
     if args.profile and cuda:
@@ -213,6 +224,46 @@ def compare_variants(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
+# -- the rows, a process each --------------------------------------------------------------------------------------
+
+READY = "ready"
+
+
+def one_row(args: argparse.Namespace, row: Row) -> dict[str, Any]:
+    """Measure one row when it is its turn: a line comes in on the standard input."""
+
+    def turn() -> None:
+        print(READY, flush=True)
+        sys.stdin.readline()
+
+    plain = Job(args, row.kind, 1, 1)
+    found = measure(args, row, turn)
+    return found | {"plain": plain.baseline(args.baseline_steps)}
+
+
+def all_rows(numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """Start a process a row, wait until all are warm, let each measure in turn; one that failed is a row that says so."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--child"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    children = {n: subprocess.Popen([*command, str(n)], **pipes) for n in numbers}
+    for n, child in children.items():
+        while (line := child.stdout.readline()) and line.strip() != READY:
+            print(line, end="", flush=True)
+        print(f"row {n}, {ROWS[n - 1].label}: {'warm' if line else 'failed'}", flush=True)
+    results = []
+    for n, child in children.items():
+        *lines, last = child.communicate("go\n")[0].splitlines() or [""]
+        print("".join(f"{line}\n" for line in lines), end="", flush=True)
+        if child.returncode == 0:
+            results.append(json.loads(last))
+            print(f"row {n}: {results[-1]['seconds']:.3f} s", flush=True)
+        else:
+            print(
+                f"row {n}, {ROWS[n - 1].label}: not measured, exit {child.returncode}; its error is above", flush=True
+            )
+    return results
+
+
 # -- the table ----------------------------------------------------------------------------------------------------
 
 
@@ -231,17 +282,20 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--child", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    rows = [int(i) for i in args.rows.split(",")] if args.rows else list(range(1, len(ROWS) + 1))
+    if not {*rows} <= {*range(1, len(ROWS) + 1)}:
+        parser.error(f"--rows {args.rows}: the rows are numbered 1 to {len(ROWS)}.")
     name = torch.cuda.get_device_name() if args.device != "cpu" else f"CPU, {torch.get_num_threads()} threads"
+    if args.child:
+        print(json.dumps(one_row(args, ROWS[args.child - 1])), flush=True)
+        return
     print(
         f"{name}; torch {torch.__version__}; {args.network}, {args.images} images, {args.clients} clients, {args.precision}"
     )
-    chosen = [ROWS[int(i) - 1] for i in args.rows.split(",")] if args.rows else list(ROWS)
     compared = compare_variants(args) if args.variants else []
-    plain = {
-        kind: Job(args, kind, 1, 1).baseline(args.baseline_steps) for kind in dict.fromkeys(row.kind for row in chosen)
-    }
-    results = [measure(args, row) | {"plain": plain[row.kind]} for row in chosen]
+    results = all_rows(rows)
     if args.out:
         args.out.write_text(json.dumps({"device": name, "rows": results, "variants": compared}, indent=1))
     print("\nseconds per federation and round")
@@ -253,6 +307,7 @@ def main() -> None:
             f"{r['label']:28}{r['lanes']:6}{r['plain']:12.3f}{r['seconds']:9.3f}{r['plain'] / r['seconds']:7.1f}x"
             f"{r['must']:7.2f}{r['aim']:6.2f}{r['compile']:8.1f}s{r['memory_gb']:8.2f}G"
         )
+    sys.exit(len(results) < len(rows))
 
 
 if __name__ == "__main__":

@@ -269,8 +269,8 @@ def denormalize(
     scale = tl.math.rsqrt(tl.load(variance + column, mask=known, other=1.0) + eps)
     outer = scale
     if AFFINE:
-        place = column // CHANNELS * weight_lane + column % CHANNELS
-        outer = scale * tl.load(weight + place, mask=known, other=0.0)
+        lane, channel = column // CHANNELS, column % CHANNELS
+        outer = scale * tl.load(weight + lane * weight_lane + channel, mask=known, other=0.0)
     first, second = (first / rows)[None, :], (second / rows)[None, :]
     for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)
