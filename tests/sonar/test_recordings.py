@@ -1,5 +1,7 @@
 """Any file that libsndfile reads becomes the same mono stream; what cannot be used says why."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -85,9 +87,19 @@ def test_what_is_wrong_is_said(tmp_path, write, make_tone):
         read(recording(tmp_path / "absent.wav"), 16000)
 
 
-def test_a_constant_offset_is_silence_too(tmp_path, write):
+@pytest.mark.parametrize("rate", [16000, 22050])
+def test_a_constant_offset_is_silence_too(tmp_path, write, rate):
+    path = write(tmp_path / "dc.wav", np.full(2 * rate, 0.25), rate, subtype="FLOAT")
     with pytest.raises(Unreadable, match="silent"):
-        read(recording(write(tmp_path / "dc.wav", np.full(16000, 0.25), subtype="FLOAT")), 16000)
+        read(recording(path), 16000)
+    assert np.array_equal(np.concatenate(list(stream(recording(path), 16000))), np.full(32000, np.float32(0.25)))
+
+
+def test_a_rate_is_changed_without_a_click_where_a_recording_with_an_offset_begins_and_ends(tmp_path, write, make_tone):
+    tone = make_tone(2, 22050)
+    plain = read(recording(write(tmp_path / "a.wav", tone, 22050, subtype="FLOAT")), 8000)
+    lifted = read(recording(write(tmp_path / "b.wav", tone + np.float32(5), 22050, subtype="FLOAT")), 8000)
+    assert np.abs(lifted - 5 - plain).max() < 1e-5
 
 
 def test_facts_come_from_the_header(tmp_path, write, make_tone):
@@ -95,7 +107,9 @@ def test_facts_come_from_the_header(tmp_path, write, make_tone):
     assert (found.rate, found.channels, found.seconds) == (8000, 3, 2.0)
 
 
-@pytest.mark.parametrize(("claim", "torn"), [("kept", True), (0, False), (0xFFFFFFFF, False)])
+@pytest.mark.parametrize(
+    ("claim", "torn"), [("kept", True), (0, False), (0x7FFFF000, False), (0x7FFFFFFF, False), (0xFFFFFFFF, False)]
+)
 def test_a_wav_that_ends_before_its_header_says_is_cut_off(tmp_path, write, make_tone, claim, torn):
     """libsndfile reads what is left and says nothing; a recorder that never filled in its sizes claims nothing."""
     path = write(tmp_path / "a.wav", make_tone(2))
@@ -108,6 +122,56 @@ def test_a_wav_that_ends_before_its_header_says_is_cut_off(tmp_path, write, make
             read(recording(path), 16000)
     elif claim:
         assert len(read(recording(path), 16000)) == 17_000
+
+
+@pytest.mark.parametrize("container", ["FLAC", "AIFF", "RF64", "W64", "AU", "CAF", "OGG"])
+def test_other_containers_that_are_cut_off(tmp_path, write, make_tone, container):
+    whole = write(tmp_path / f"a.{container.lower()}", make_tone(8), format=container)
+    assert len(read(recording(whole), 16000)) == 128_000
+    torn = tmp_path / f"torn.{container.lower()}"
+    torn.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    with pytest.raises(Unreadable, match=r"cut off|cannot be decoded"):
+        read(recording(torn), 16000)
+
+
+def test_a_wrong_size_of_the_whole_file_is_no_damage(tmp_path, write, make_tone):
+    content = bytearray(write(tmp_path / "a.wav", make_tone(2)).read_bytes())
+    content[4:8] = (10**6).to_bytes(4, "little")
+    (tmp_path / "b.wav").write_bytes(content)
+    assert len(read(recording(tmp_path / "b.wav"), 16000)) == 32_000
+
+
+@pytest.mark.parametrize("subtype", ["ULAW", "ALAW", "IMA_ADPCM", "MS_ADPCM", "GSM610", "G721_32"])
+def test_coded_wav_is_read_and_cut_where_it_cannot_seek(tmp_path, write, make_tone, subtype):
+    samples = make_tone(3, 8000)
+    path = write(tmp_path / "a.wav", samples, 8000, subtype=subtype)
+    whole = np.concatenate(list(stream(recording(path), 8000)))
+    assert np.corrcoef(whole[: len(samples)], samples)[0, 1] > 0.98
+    part = np.concatenate(list(stream(recording(path, start=1.0, stop=2.0), 8000)))
+    assert len(part) == 8000
+    if subtype in ("ULAW", "ALAW", "GSM610", "G721_32"):  # the others seek to the beginning of a block
+        assert np.array_equal(part, whole[8000:16000])
+
+
+def test_numbers_and_parts_beyond_all_measure(tmp_path, write, make_tone):
+    huge = write(tmp_path / "huge.wav", make_tone() * np.float32(1e38), subtype="FLOAT")
+    with pytest.raises(Unreadable, match="not finite numbers"):
+        read(recording(huge), 16000)
+    path = write(tmp_path / "a.wav", make_tone(2))
+    assert len(read(recording(path, start=1.0, stop=1e308), 16000)) == 16_000
+    with pytest.raises(Unreadable, match="the part from 1e\\+308 s to its end lies outside"):
+        read(recording(path, start=1e308), 16000)
+    (tmp_path / "raw.au").write_bytes(bytes(range(256)) * 40)  # libsndfile takes it for headerless μ-law
+    with pytest.raises(Unreadable, match="no header"):
+        read(recording(tmp_path / "raw.au"), 16000)
+    os.mkfifo(tmp_path / "pipe.wav")
+    with pytest.raises(Unreadable, match="is not a file"):
+        read(recording(tmp_path / "pipe.wav"), 16000)
+
+
+def test_a_block_is_bounded_in_values_whatever_rate_and_channels(tmp_path, write):
+    path = write(tmp_path / "array.wav", np.random.default_rng(0).standard_normal((40_000, 200)) * 0.1, 8000)
+    assert max(len(block) for block in stream(recording(path), 8000)) <= 20_000
 
 
 def test_chunks_before_the_sound_are_no_damage(tmp_path, write, make_tone):

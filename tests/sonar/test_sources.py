@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fedbayes.data import load, load_source, partition
-from fedbayes.data.sonar import SkippedRecordings, check_clients, check_disjoint, read_site, write_sea
+from fedbayes.data.sonar import NarrowRecordings, SkippedRecordings, check_clients, check_disjoint, read_site, write_sea
 from fedbayes.errors import ConfigError, DataError
 from fedbayes.experiment import Data, Partition, Sonar
 
@@ -162,6 +162,23 @@ def test_left_out_files_are_named_in_a_warning_and_in_the_notes(sites, write):
     with pytest.warns(SkippedRecordings, match=r"dead\.wav: is silent"):
         data = load(Data(name=str(sites[0])), sonar=SMALL)
     assert "dead.wav: is silent" in data.notes
+
+
+def test_recorders_too_narrow_for_the_band_are_warned_of(sites, write, make_tone):
+    import warnings
+    from dataclasses import replace
+
+    write(sites[0] / "tug" / "narrow.wav", make_tone(2, 1000), 1000)
+    with pytest.warns(
+        NarrowRecordings, match=r"^1 of \d+ recordings have .* 2000 Hz .* 1000 Hz: .*; sonar\.high = 500"
+    ):
+        data = load(Data(name=str(sites[0])), sonar=SMALL)
+    assert "sonar.high = 500" in data.notes
+    with pytest.warns(NarrowRecordings):
+        read_site(sites[0], replace(SMALL, classes=data.classes))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "sonar.high" not in load(Data(name=str(sites[0])), sonar=replace(SMALL, high=500.0)).notes
 
 
 def test_a_split_column_is_obeyed_and_a_lying_one_refused(tmp_path, write, make_tone):

@@ -7,8 +7,8 @@ from .pictures import Picture, make_picture
 from .pooling import Pooled, confusion, pool
 from .recordings import Recording, Skipped, audio_files, read, stream
 from .sea import Heard, Hydrophone, Passage, Site, hear, hear_all, plan, write_sea
-from .sources import SkippedRecordings, read_recordings, read_site
-from .splits import check_clients, check_disjoint
+from .sources import NarrowRecordings, SkippedRecordings, read_recordings, read_site
+from .splits import SameSound, check_clients, check_disjoint
 from .vessels import CLASSES, Vessel, VesselClass
 
 __all__ = [
@@ -17,10 +17,12 @@ __all__ = [
     "Features",
     "Heard",
     "Hydrophone",
+    "NarrowRecordings",
     "Passage",
     "Picture",
     "Pooled",
     "Recording",
+    "SameSound",
     "Site",
     "Skipped",
     "SkippedRecordings",

@@ -196,7 +196,7 @@ def _one(
             _checked(stream(recording, picture.rate, channel), picture.rate), picture, overlap, device
         )
 
-    if cache is None:
+    if cache is None or not recording.path.is_file():  # a pipe would be waited for
         return make()
     try:
         content = content_hash(recording.path)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ...experiment import Sonar
 
 FLOOR, CEILING = -40.0, 60.0  # decibels of grey values 0 and 255
-VERSION = 3  # of the pictures: part of the key of the cache, to be raised when their numbers change
+VERSION = 4  # of the pictures: part of the key of the cache, to be raised when their numbers change
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ never cut through a recording or a vessel, so these names matter more than the a
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,27 @@ import numpy as np
 
 from ...errors import DataError
 
-AUDIO_SUFFIXES = frozenset({".wav", ".flac", ".ogg", ".aif", ".aiff", ".aifc", ".w64", ".rf64", ".au", ".caf", ".mp3"})
+AUDIO_SUFFIXES = frozenset(
+    {
+        ".wav",
+        ".wave",
+        ".flac",
+        ".ogg",
+        ".oga",
+        ".opus",
+        ".aif",
+        ".aiff",
+        ".aifc",
+        ".w64",
+        ".rf64",
+        ".au",
+        ".caf",
+        ".mp3",
+    }
+)
 BLOCK_SECONDS = 20.0  # decoded at a time: bounds the memory, whatever the length of the file
+BLOCK_VALUES = 4_000_000  # and so many values at most, whatever its rate and channels: 16 MB
+LOUDEST = 1e30  # beyond this (in whatever unit) a number is no sound, and its square no float32
 SILENCE = 1e-6  # root mean square below which a file holds no sound: -120 dB of full scale, far below one 16-bit step
 
 
@@ -114,35 +135,41 @@ def stream(recording: Recording, rate: int, channel: int = -1, seconds: float = 
     """
     soundfile, soxr = libraries()
     if not recording.path.is_file():
-        raise Unreadable("is not there")
-    _refuse_torn_wave(recording.path)
+        raise Unreadable("is not a file" if recording.path.exists() else "is not there")
     try:
         with soundfile.SoundFile(str(recording.path)) as file:
+            _refuse_torn(file)
             yield from _decode(file, soxr, recording, rate, channel, seconds)
     except (soundfile.LibsndfileError, RuntimeError, OSError) as error:
-        reason = str(error).removeprefix(f"Error opening {str(recording.path)!r}: ").strip().rstrip(".")
-        raise Unreadable(f"cannot be decoded ({reason})") from None
+        raise Unreadable(f"cannot be decoded ({_why(error, recording.path)})") from None
 
 
-def _refuse_torn_wave(path: Path) -> None:
-    """Refuse a WAV file that ends before its header says: libsndfile would read what is left without a word.
+def _why(error: Exception, path: Path) -> str:
+    """Return libsndfile's reason without the path; a file that is there but no sound is not "does not exist"."""
+    reason = str(error).removeprefix(f"Error opening {str(path)!r}: ").strip().rstrip(".")
+    return "Format not recognised" if reason.startswith("File does not exist") else reason
 
-    Sizes of 0 and those near 2^32 are what recorders write that never came back to fill them in: no claim.
+
+_CLAIM = re.compile(r"^ *(?:data|SSND|Data Size|riff) *: (\d+) \(should be (\d+)\)", re.MULTILINE)
+_CLAIM_RF64 = re.compile(r"frame count (\d+) does not match value from 'ds64' chunk of (\d+)")
+
+
+def _refuse_torn(file: Any) -> None:
+    """Refuse a file that ends before its header says: libsndfile reads what is left and only notes it in its log.
+
+    Sizes near 2^31 and 2^32 are what recorders write that never came back to fill them in: no claim. So is a wrong
+    size of the whole file (``RIFF``), where that of the sound is right.
     """
-    try:
-        with open(path, "rb") as file:
-            if file.read(4) != b"RIFF" or file.seek(4, os.SEEK_CUR) != 8 or file.read(4) != b"WAVE":
-                return
-            end = os.fstat(file.fileno()).st_size
-            while len(head := file.read(8)) == 8:
-                size, begin = int.from_bytes(head[4:], "little"), file.tell()
-                if head[:4] == b"data":
-                    if 0 < size < 0xFFFFF000 and begin + size > end:
-                        raise Unreadable(f"is cut off: its header says {size} bytes of sound, {end - begin} are there")
-                    return
-                file.seek(begin + size + size % 2)
-    except OSError:
-        return  # whoever decodes it says what is wrong
+    log = file.extra_info
+    claims = [(int(said), int(there), "bytes") for said, there in _CLAIM.findall(log)]
+    claims += [(int(said), int(there), "samples") for there, said in _CLAIM_RF64.findall(log)]
+    for said, there, unit in claims:
+        if there < said and not any(top - 0x1000 <= said < top for top in (1 << 31, 1 << 32)):
+            raise Unreadable(f"is cut off: its header says {said} {unit} of sound, {there} are there")
+    if "Last page lacks an end-of-stream bit" in log:
+        raise Unreadable("is cut off: its last page is missing")
+    if file.format == "RAW":  # what libsndfile makes of some endings where there is no header
+        raise Unreadable("cannot be decoded (it has no header)")
 
 
 def _decode(
@@ -150,26 +177,40 @@ def _decode(
 ) -> Iterator[np.ndarray]:
     original = int(file.samplerate)
     if original <= 0 or file.frames <= 0:
-        raise Unreadable("is empty")
-    first = round(recording.start * original)
-    last = min(round(recording.stop * original), file.frames) if recording.stop else file.frames
+        raise Unreadable("is empty (its header says that it holds no samples)")
+    first, last = (round(min(s * original, file.frames)) for s in (recording.start, recording.stop or math.inf))
     if first >= last:
+        end = f"{recording.stop:g} s" if recording.stop else "its end"
         raise Unreadable(
-            f"has {file.frames / original:.2f} s, the part from {recording.start:g} s to {recording.stop:g} s lies outside"
+            f"has {file.frames / original:.2f} s, the part from {recording.start:g} s to {end} lies outside"
         )
-    if first:
-        file.seek(first)
+    most = max(1, min(int(seconds * original), BLOCK_VALUES // file.channels))
+    _go_to(file, first, most)
     resample = soxr.ResampleStream(original, rate, 1, dtype="float32", quality="HQ") if original != rate else None
-    left = last - first
+    left, offset = last - first, None
     while left:
-        block = file.read(min(left, max(1, int(seconds * original))), dtype="float32", always_2d=True)
+        block = file.read(min(left, most), dtype="float32", always_2d=True)
         if len(block) == 0:
             raise Unreadable(f"ends {left / original:.2f} s before its header says")
         left -= len(block)
         mono = mix(block, channel)
-        if not np.isfinite(mono).all():
-            raise Unreadable("holds samples that are not finite numbers")
-        yield mono if resample is None else resample.resample_chunk(mono, last=left == 0)
+        if not (np.abs(mono) < LOUDEST).all():
+            raise Unreadable(f"holds samples that are not finite numbers (or beyond {LOUDEST:g})")
+        # a recorder's constant would ring where the recording begins and ends: it goes around the filter
+        offset = mono[0] if offset is None else offset
+        yield mono if resample is None else resample.resample_chunk(mono - offset, last=left == 0) + offset
+
+
+def _go_to(file: Any, first: int, most: int) -> None:
+    """Move to a sample: by seeking, or by decoding up to it where the coding (GSM, ADPCM, ...) cannot seek."""
+    if first and file.seekable():
+        file.seek(first)
+        return
+    while first:
+        passed = len(file.read(min(first, most), dtype="float32", always_2d=True))
+        if passed == 0:
+            raise Unreadable("ends before the part asked for begins")
+        first -= passed
 
 
 def read(recording: Recording, rate: int, channel: int = -1) -> np.ndarray:
@@ -202,10 +243,5 @@ def facts(path: Path) -> Facts:
     try:
         info = soundfile.info(str(path))
     except (soundfile.LibsndfileError, RuntimeError, OSError) as error:
-        raise Unreadable(f"cannot be decoded ({error})") from None
+        raise Unreadable(f"cannot be decoded ({_why(error, path)})") from None
     return Facts(info.samplerate, info.channels, info.frames / max(1, info.samplerate), info.subtype)
-
-
-def with_site(recordings: list[Recording], site: str) -> list[Recording]:
-    """Return the recordings as heard at ``site`` where they do not say themselves."""
-    return [r if r.site else replace(r, site=site) for r in recordings]

@@ -20,7 +20,7 @@ from . import sea
 from .extraction import Features, cache_file, cached, extract, picture_blocks
 from .layouts import catalogue
 from .pictures import Picture, make_picture
-from .recordings import Recording, Skipped
+from .recordings import Recording, Skipped, facts
 from .splits import check_disjoint, choose_test, groups_of, joined
 from .vessels import KNOWN, UNSEEN
 
@@ -73,7 +73,9 @@ def read_recordings(source: str | Path, sonar: Sonar, seed: int, name: str = "")
         test=examples.take(np.flatnonzero(inside & mask)),
         outside=examples.take(np.flatnonzero(~inside)),
         classes=classes,
-        notes=_notes(str(source), sonar, features.skipped) + _untested(known, test, classes, sonar),
+        notes=_notes(str(source), sonar, features.skipped)
+        + _narrow(everything, features, picture)
+        + _untested(known, test, classes, sonar),
     )
 
 
@@ -102,12 +104,13 @@ def read_site(source: str | Path, sonar: Sonar, seed: int = 0) -> Dataset:
             f"{source} holds no recording to train on: all are of 'sonar.unseen' classes or marked as test."
         )
     known, classes = _sort_classes(listed, replace(sonar, unseen=()))
+    picture = make_picture(sonar)
     features = extract(
-        known, make_picture(sonar), overlap=sonar.overlap, channel=sonar.channel,
+        known, picture, overlap=sonar.overlap, channel=sonar.channel,
         cache=cache_folder(sonar), device=picturing_device(),
     )  # fmt: skip
     examples = _examples(features, known, classes, sonar.picture)
-    notes = _notes(str(source), sonar, features.skipped)
+    notes = _notes(str(source), sonar, features.skipped) + _narrow(known, features, picture)
     return Dataset(Path(source).resolve().name, examples, examples, classes, notes=notes)
 
 
@@ -189,6 +192,27 @@ def _notes(source: str, sonar: Sonar, skipped: Sequence[Skipped]) -> str:
 
 class SkippedRecordings(UserWarning):
     """Recordings that could not be used, by name and reason."""
+
+
+def _narrow(recordings: Sequence[Recording], features: Features, picture: Picture) -> str:
+    """Warn of recordings whose rate is too low to fill the picture's band: an empty top tells the recorder, not the class."""
+    used = {recordings[i].path: recordings[i].recording for i in np.unique(features.owner)}
+    rates = {path: facts(path).rate for path in used}
+    narrow = [path for path, rate in rates.items() if rate / 2 < 0.95 * picture.high]
+    if not narrow:
+        return ""
+    lowest = min(rates[path] for path in narrow)
+    text = (
+        f"{len({used[p] for p in narrow})} of {len(set(used.values()))} recordings have sampling rates too low for the "
+        f"picture's band to {picture.high:g} Hz (the lowest is {lowest} Hz: nothing above {lowest / 2:g} Hz), so that the "
+        f"recorder can give the class away; sonar.high = {lowest / 2:g} would hear all alike."
+    )
+    warnings.warn(text, NarrowRecordings, stacklevel=3)
+    return f" {text}"
+
+
+class NarrowRecordings(UserWarning):
+    """Recordings whose sampling rate cannot fill the band of the pictures, which may tell a network the class."""
 
 
 def _public_set(request: Request, layout: str) -> Dataset:
