@@ -114,6 +114,7 @@ class Federation:
         self.history: list[Event] = []
         self.rule: Rule = get_rule(experiment.fusion.rule, **options(experiment))
         self.weighting: Weighting = get_weighting(experiment.fusion.weighting)
+        self.weighting.require_gaussians(start)
         self._ratios: list[float | None] = []
         self._velocity: dict[str, Tensor] = {}
         self._seconds = 0.0
@@ -220,7 +221,7 @@ class Federation:
                 self._refuse(update.client, refusal.tensor, refusal.reason)
                 continue
             if self.rule.name == "precision":
-                current.moments[str(update.client)] = moment_summary(update.posterior)
+                current.moments[str(update.client)] = moment_summary(update.posterior, self.rule.options()["floor"])
             current.arrived[update.client] = _without_posterior(update)
 
     def _refuse(self, client: int, tensor: str, reason: str) -> None:

@@ -40,14 +40,13 @@ class Posterior:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "gaussians", {n: Gaussian(*g) for n, g in self.gaussians.items()})
+        object.__setattr__(self, "gaussians", {n: _gaussian(n, g) for n, g in self.gaussians.items()})
         object.__setattr__(self, "points", dict(self.points))
-        for name, g in self.gaussians.items():
-            if g.mean.shape != g.variance.shape:
-                raise PosteriorError(
-                    f"'{name}': mean has shape {tuple(g.mean.shape)} and variance {tuple(g.variance.shape)}; "
-                    "they must be equal."
-                )
+        for name, t in self.points.items():
+            if not isinstance(t, Tensor):
+                raise PosteriorError(f"'{name}' is a {type(t).__name__}; a point must be a torch tensor.")
+            if name in self.gaussians:
+                raise PosteriorError(f"'{name}' is both a Gaussian and a point; it must be one of them.")
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Posterior:
         """Return a copy on another device or in another floating-point type (integer points keep theirs)."""
@@ -83,18 +82,25 @@ class Posterior:
             with safe_open(str(path), framework="pt", device=str(device)) as f:
                 tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 - not a dict
                 metadata = json.loads((f.metadata() or {}).get("fedbayes", "{}"))
+            return Posterior._from_flat(tensors, metadata)
         except FileNotFoundError:
             raise PosteriorError(f"{path}: no such file; a posterior is a .safetensors file of a run.") from None
         except Exception as error:
-            raise PosteriorError(f"{path} is not a posterior written by fedbayes ({error}).") from None
-        return Posterior._from_flat(tensors, metadata)
+            raise PosteriorError(f"{path} is not a posterior written by fedbayes ({str(error).rstrip('.')}).") from None
 
     @staticmethod
     def _from_flat(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Posterior:
-        means = {n[5:]: t for n, t in tensors.items() if n.startswith("mean/")}
-        points = {n[6:]: t for n, t in tensors.items() if n.startswith("point/")}
-        gaussians = {n: Gaussian(t, tensors[f"variance/{n}"]) for n, t in means.items()}
-        return Posterior(gaussians, points, metadata)
+        kinds: dict[str, dict[str, Tensor]] = {"mean": {}, "variance": {}, "point": {}}
+        for key, t in tensors.items():
+            kind, _, name = key.partition("/")
+            if kind not in kinds:
+                raise PosteriorError(f"it holds a tensor '{key}'; names begin with mean/, variance/ or point/")
+            kinds[kind][name] = t
+        lonely = sorted(kinds["mean"].keys() ^ kinds["variance"].keys())
+        if lonely:
+            raise PosteriorError(f"'{lonely[0]}' needs both a mean and a variance")
+        gaussians = {n: Gaussian(t, kinds["variance"][n]) for n, t in kinds["mean"].items()}
+        return Posterior(gaussians, kinds["point"], metadata)
 
     def same_bits(self, other: Posterior) -> bool:
         """Whether both hold the same names and, bit for bit, the same numbers."""
@@ -113,17 +119,37 @@ class Posterior:
         )
 
 
+def _gaussian(name: str, pair: tuple[Tensor, Tensor]) -> Gaussian:
+    """Return a pair of tensors as a Gaussian, or say what is wrong with it."""
+    if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(t, Tensor) for t in pair)):
+        kinds = [type(t).__name__ for t in pair] if isinstance(pair, tuple | list) else type(pair).__name__
+        raise PosteriorError(f"'{name}' is {kinds}; a Gaussian must be a pair of torch tensors, mean and variance.")
+    g = Gaussian(*pair)
+    if g.mean.shape != g.variance.shape:
+        raise PosteriorError(
+            f"'{name}': mean has shape {tuple(g.mean.shape)} and variance {tuple(g.variance.shape)}; they must be equal."
+        )
+    return g
+
+
+def alike(q: Posterior, p: Posterior) -> None:
+    """Raise unless both have Gaussians of the same names and shapes, as a KL between them needs."""
+    for name in sorted(q.gaussians.keys() ^ p.gaussians.keys()):
+        raise PosteriorError(f"'{name}' is Gaussian in one posterior and not in the other; KL needs the same names.")
+    for name, g in q.gaussians.items():
+        if g.mean.shape != p.gaussians[name].mean.shape:
+            shapes = f"{tuple(g.mean.shape)} and {tuple(p.gaussians[name].mean.shape)}"
+            raise PosteriorError(f"'{name}' has shapes {shapes} in the two posteriors; KL needs the same shapes.")
+
+
 def kl(q: Posterior, p: Posterior) -> Tensor:
     """KL(q‖p) summed over every Gaussian weight of the model, in float64; points do not count.
 
     With r = σ_q²/σ_p² - 1 a weight's share is ½ (r - log(1 + r) + (μ_q - μ_p)²/σ_p²): no cancellation where q is near p.
     """
     total = torch.zeros((), dtype=torch.float64)
+    alike(q, p)
     for name, g in q.gaussians.items():
-        if name not in p.gaussians:
-            raise PosteriorError(
-                f"'{name}' is Gaussian in one posterior and missing in the other; KL needs the same names."
-            )
         mq, vq = g.mean.double(), g.variance.double()
         mp, vp = p.gaussians[name].mean.to(mq), p.gaussians[name].variance.to(vq)
         r = (vq - vp) / vp
@@ -194,8 +220,9 @@ def _layout_faults(posterior: Posterior, reference: Posterior) -> Iterator[tuple
                 yield name, f"has shape {tuple(mine[name].shape)} where {tuple(t.shape)} is expected"
             if mine[name].dtype.is_floating_point != t.dtype.is_floating_point:
                 yield name, f"has type {mine[name].dtype} where {t.dtype} is expected"
-            if mine[name].dtype.is_complex:
-                yield name, f"has type {mine[name].dtype}; numbers must be real"
+            dtype = mine[name].dtype
+            if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize < 2):
+                yield name, f"has type {dtype}; numbers must be real, of 16 bits or more"
     for name, g in posterior.gaussians.items():
         for what, t in (("means", g.mean), ("variances", g.variance)):
             if not t.is_floating_point():

@@ -99,7 +99,7 @@ def test_a_client_too_extreme_to_sum_leaves_the_total_untouched(rule):
 
 
 def test_a_reference_with_nan_is_refused():
-    with pytest.raises(PosteriorError, match="reference is refused: 'w' has 1 means that are NaN"):
+    with pytest.raises(PosteriorError, match="the reference posterior is unfit: 'w' has 1 means that are NaN"):
         Accumulator("lp", BAD["means that are NaN"])
 
 

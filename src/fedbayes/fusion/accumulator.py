@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,13 +20,13 @@ from ..posterior import Posterior, Refusal, check, sigma_statistics
 from . import exact
 from .layout import Layout
 from .rule import Rule, Statistics, get_rule, rules
+from .weighting import Client, weight_of
 
 _CPU_BLOCK = 2**16
 _GPU_BLOCK = 2**26
 _LEAST_WEIGHT, _MOST_WEIGHT = 1e-100, 1e100
 _LEAST_PLAIN, _MOST_PLAIN = 1e-45, 1e40
 """Numbers within these (as all of float32 are) make no term too large to sum; terms of others are computed twice, first to look."""
-Client = int | str
 OnBadClient = Literal["refuse", "stop"]
 
 
@@ -65,10 +66,18 @@ class Accumulator:
         if self.rule.needs_previous and previous is None:
             raise PosteriorError(f"the rule '{self.rule.name}' needs the previous global posterior; pass previous=.")
         self.reference, self.previous, self.reproducible, self.floor = reference, previous, reproducible, floor
+        for what, given, zero in (
+            ("reference", reference, True),
+            ("previous global", previous, self.rule.allows_zero_variance),
+        ):
+            if given is None:
+                continue
+            _expect(given, f"the {what} posterior")
+            try:
+                check(given, reference, allow_zero_variance=zero)
+            except Refusal as refusal:
+                raise PosteriorError(f"the {what} posterior is unfit: '{refusal.tensor}' {refusal.reason}.") from None
         self.layout = Layout.of(reference)
-        check(reference, reference, client="reference", allow_zero_variance=True)
-        if previous is not None:
-            check(previous, reference, client="previous global", allow_zero_variance=self.rule.allows_zero_variance)
         self.weights: dict[Client, float] = {}
         self.refused: list[dict[str, Any]] = []
         self._pivot = previous if previous is not None else reference
@@ -83,20 +92,22 @@ class Accumulator:
 
         ``weight`` need not be normalised; a client of weight 0 is checked and adds nothing.
         """
+        client = None if client is None else _name(client)
         name = self._next_name() if client is None else client
+        _expect(posterior, f"client {name}'s update")
         self._absorb(posterior, weight, name, client)
 
     def _absorb(self, posterior: Posterior, weight: float, name: Client, address: Client | None) -> None:
         try:
-            self._check_weight(weight, name)
+            weight = self._check_weight(weight, name)
             check(posterior, self.reference, client=name, allow_zero_variance=self.rule.allows_zero_variance)
             if weight > 0:
-                self._check_terms(posterior, float(weight), name)
-                self._add(posterior, float(weight), self._address(posterior, address))
+                self._check_terms(posterior, weight, name)
+                self._add(posterior, weight, self._address(posterior, address))
         except Refusal as refusal:
             self.refused.append({"client": refusal.client, "tensor": refusal.tensor, "reason": refusal.reason})
             raise
-        self.weights[name] = float(weight)
+        self.weights[name] = weight
 
     def merge(self, other: Accumulator) -> None:
         """Add another accumulator's total: regional servers fuse their clients, and a central one merges them."""
@@ -203,13 +214,18 @@ class Accumulator:
         self.refused, self._seen = header["refused"], header["seen"]
         return self
 
-    def _check_weight(self, weight: float, client: Client) -> None:
+    def _check_weight(self, given: float, client: Client) -> float:
         if client in self.weights:
             raise Refusal(client, "", "it was already absorbed in this round")
+        right = f"a weight must be 0 or between {_LEAST_WEIGHT:g} and {_MOST_WEIGHT:g}"
+        try:
+            weight = float(given)
+        except (TypeError, ValueError):
+            raise Refusal(client, "", f"its weight is {given!r}; {right}") from None
         if not (weight == 0 or _LEAST_WEIGHT <= weight <= _MOST_WEIGHT):
-            right = f"a weight must be 0 or between {_LEAST_WEIGHT:g} and {_MOST_WEIGHT:g}"
             raise Refusal(client, "", f"its weight is {weight}; {right}")
         self._check_room(1)
+        return weight
 
     def _check_terms(self, posterior: Posterior, weight: float, client: Client) -> None:
         """Refuse a client whose terms are too large to sum, before any is added."""
@@ -275,6 +291,19 @@ class Accumulator:
         return (digest, self._seen[digest])
 
 
+def _expect(given: Any, what: str) -> None:
+    if not isinstance(given, Posterior):
+        raise PosteriorError(f"{what} is of type {type(given).__name__}; it must be a Posterior.")
+
+
+def _name(client: Any) -> Client:
+    """Return a client's name as text or a plain integer (NumPy's integers cannot be saved)."""
+    try:
+        return client if isinstance(client, str) else operator.index(client)
+    except TypeError:
+        raise PosteriorError(f"a client's name must be text or a whole number; {client!r} is neither.") from None
+
+
 def _plain(posterior: Posterior) -> bool:
     """Whether no number is so large or small that a rule's terms could overflow."""
     doubles = [t for g in posterior.gaussians.values() for t in g if t.dtype == torch.float64]
@@ -303,7 +332,8 @@ def fuse(
     """Fuse posteriors by a rule: any iterable, read lazily, so that one client at a time is in memory.
 
     ``weights`` (default equal) is a sequence in the same order, or a mapping when ``posteriors`` is one; it need not be
-    normalised. ``previous`` is the previous global posterior. ``options`` are the rule's own. A posterior that cannot be fused (a NaN, a
+    normalised. ``previous`` is the previous global posterior. ``options`` are the rule's own (``ppa`` shares its population out by
+    weight; of a stream of unknown length without weights every client draws all of it). A posterior that cannot be fused (a NaN, a
     variance that is not positive, other tensors than ``previous`` or, without one, the first good client) is left out with a
     warning that names client, tensor and reason; ``on_bad_client="stop"`` raises instead.
 
@@ -311,17 +341,22 @@ def fuse(
     """
     if on_bad_client not in get_args(OnBadClient):
         raise ConfigError(f"on_bad_client is {on_bad_client!r}; {nearest(str(on_bad_client), get_args(OnBadClient))}")
-    if isinstance(posteriors, Posterior):
-        raise PosteriorError("fuse takes several posteriors, a list or any other iterable of them; one was given.")
+    if isinstance(posteriors, Posterior) or not isinstance(posteriors, Iterable):
+        kind = "one posterior" if isinstance(posteriors, Posterior) else repr(posteriors)
+        raise PosteriorError(f"fuse takes several posteriors, a list or any other iterable of them; {kind} was given.")
+    if previous is not None:
+        _expect(previous, "previous")
     if weights is not None and not isinstance(weights, Mapping):
-        weights = [float(w) for w in weights]
+        if not hasattr(weights, "__iter__"):
+            raise PosteriorError(f"weights is {weights!r}; give one number for each posterior.")
+        weights = [weight_of(k, w) for k, w in enumerate(weights)]
     named: Iterable[tuple[Client | None, Posterior]]
     if isinstance(posteriors, Mapping):
-        named = posteriors.items()  # pyright: ignore[reportAssignmentType]
+        named = ((_name(c), q) for c, q in posteriors.items())
     else:
         named = ((None, q) for q in posteriors)
     chosen = get_rule(rule, **options)
-    given = _weights(posteriors, weights)
+    given = _weights(posteriors, weights, normalised=chosen.draws)
     accumulator, position, refusals = None, -1, []
     for position, (client, posterior) in enumerate(named):
         if not isinstance(posterior, Posterior):
@@ -351,11 +386,15 @@ def fuse(
 
 
 def _weights(
-    posteriors: Any, weights: Sequence[float] | Mapping[Client, float] | None
+    posteriors: Any, weights: list[float] | Mapping[Client, float] | None, normalised: bool
 ) -> Callable[[Client | None, int], float]:
-    """Return a function giving the weight of a client by name or position; complain early where lengths are known."""
+    """Return a function giving the weight of a client by name or position; complain early where lengths are known.
+
+    ``normalised``: make them sum to one (equal ones of a stream of unknown length stay 1).
+    """
     if weights is None:
-        return lambda client, position: 1.0
+        equal = 1 / len(posteriors) if normalised and isinstance(posteriors, Sized) and len(posteriors) else 1.0
+        return lambda client, position: equal
     if isinstance(weights, Mapping):
         if not isinstance(posteriors, Mapping):
             raise PosteriorError(
@@ -364,9 +403,10 @@ def _weights(
         missing = [c for c in posteriors if c not in weights]
         if missing:
             raise PosteriorError(f"client {missing[0]} has no weight; give one for each of {list(posteriors)}.")
-        by_name = dict(zip(weights, _scaled({c: float(w) for c, w in weights.items()})))
+        chosen = {_name(c): weight_of(c, weights[c]) for c in posteriors}
+        by_name = dict(zip(chosen, _scaled(list(chosen.values()), normalised)))
         return lambda client, position: by_name[client]  # type: ignore[index]
-    by_position = _scaled(dict(enumerate(map(float, weights))))
+    by_position = _scaled(weights, normalised)
     size = len(posteriors) if isinstance(posteriors, (Sequence, Mapping)) else len(by_position)
     if len(by_position) != size:
         raise PosteriorError(f"{len(by_position)} weights were given for {size} posteriors; give one for each.")
@@ -381,12 +421,10 @@ def _weights(
     return at
 
 
-def _scaled(weights: dict[Client, float]) -> list[float]:
-    """Return weights, complaining of bad ones; those too large or small to sum are all scaled by one power of two."""
-    for client, weight in weights.items():
-        if not (math.isfinite(weight) and weight >= 0):
-            raise PosteriorError(f"the weight of client {client} is {weight}; weights must be finite and not negative.")
-    top = max(weights.values(), default=0.0)
-    if top == 0 or _LEAST_WEIGHT <= top <= _MOST_WEIGHT:
-        return list(weights.values())
-    return [math.ldexp(w, -math.frexp(top)[1]) for w in weights.values()]
+def _scaled(weights: list[float], normalised: bool) -> list[float]:
+    """Return weights, normalised if asked; those too large or small to sum are all scaled by one power of two."""
+    top = max(weights, default=0.0)
+    if top > 0 and not _LEAST_WEIGHT <= top <= _MOST_WEIGHT:
+        weights = [math.ldexp(w, -math.frexp(top)[1]) for w in weights]
+    total = math.fsum(weights)
+    return [w / total for w in weights] if normalised and total > 0 else weights

@@ -23,6 +23,8 @@ class Entry(NamedTuple):
     name: str
     shape: torch.Size
     dtype: torch.dtype
+    variance_dtype: torch.dtype | None = None
+    """The type of a Gaussian's variance, which need not be its mean's; None for a point."""
 
 
 class Piece(NamedTuple):
@@ -44,7 +46,9 @@ class Layout:
     @staticmethod
     def of(reference: Posterior) -> Layout:
         """Return the layout of a posterior."""
-        gaussians = tuple(Entry(n, g.mean.shape, g.mean.dtype) for n, g in sorted(reference.gaussians.items()))
+        gaussians = tuple(
+            Entry(n, g.mean.shape, g.mean.dtype, g.variance.dtype) for n, g in sorted(reference.gaussians.items())
+        )
         points = tuple(Entry(n, t.shape, t.dtype) for n, t in sorted(reference.points.items()))
         tensors = [g.mean for g in reference.gaussians.values()] or list(reference.points.values())
         return Layout(gaussians, points, tensors[0].device if tensors else torch.device("cpu"))
@@ -89,12 +93,19 @@ class Layout:
         return self._cat([t if t.is_floating_point() else t.double() for t in tensors]).double()
 
     def build(self, flat: Gaussian, points: Tensor) -> Posterior:
-        """Return the posterior of flat vectors, in the layout's types: integers are rounded and stay integers."""
+        """Return the posterior of flat vectors, in the layout's types: integers are rounded and stay integers.
+
+        A number beyond the largest of its type (linear pooling in float16 can give one) becomes that largest number, and a variance
+        below the least positive one becomes that.
+        """
         gaussians, at = {}, 0
         for entry in self.gaussians:
             piece = slice(at, at := at + entry.shape.numel())
-            mean = flat.mean[piece].to(entry.dtype)
-            variance = flat.variance[piece].to(entry.dtype).clamp_(min=least_positive(entry.dtype))
+            of_mean, of_variance = entry.dtype, entry.variance_dtype or entry.dtype
+            most = torch.finfo(of_mean).max
+            mean = flat.mean[piece].clamp(-most, most).to(of_mean)
+            variance = flat.variance[piece].clamp(max=torch.finfo(of_variance).max).to(of_variance)
+            variance = variance.clamp_(min=least_positive(of_variance))
             gaussians[entry.name] = Gaussian(mean.reshape(entry.shape), variance.reshape(entry.shape))
         fused, at = {}, 0
         for entry in self.points:

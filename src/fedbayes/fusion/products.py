@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -103,6 +104,12 @@ class DWC(Rule):
     floor: float = 0.01
     """Least precision relative to the previous global posterior's, for the policy floor."""
 
+    def __post_init__(self) -> None:
+        if not 0 < self.floor <= 1:
+            raise ConfigError(
+                f"option 'floor' of the rule 'dwc' is {self.floor}; it must be a share of the previous precision, above 0 and at most 1."
+            )
+
     def terms(self, q: Gaussian, weight: Any, pivot: Gaussian, address: tuple[int | str, ...]) -> Statistics:
         precision = 1 / q.variance
         return {"precision": precision, "shift": precision * (q.mean - pivot.mean)}
@@ -160,8 +167,10 @@ class Precision(Rule):
     """Whether clients divide v by 1 - beta2^t; without it a client that took few steps seems to have a small v."""
 
     def __post_init__(self) -> None:
-        if not self.floor > 0:
-            raise ConfigError(f"option 'floor' of the rule 'precision' is {self.floor}; it must be positive.")
+        if not 0 < self.floor < math.inf:
+            raise ConfigError(
+                f"option 'floor' of the rule 'precision' is {self.floor}; it must be positive and finite."
+            )
 
     def terms(self, q: Gaussian, weight: Any, pivot: Gaussian, address: tuple[int | str, ...]) -> Statistics:
         v = q.variance.clamp(min=self.floor)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_or
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, PosteriorError, nearest
 from ..posterior import Gaussian, Posterior
 from .layout import Layout
 
@@ -125,10 +125,28 @@ class Rule:
         fused, repaired = layout.flat_gaussian(pivot), 0.0
         if layout.weights:
             p = fused
-            fused, mask = self.mend(self.solve(total, WeightSums.of(map(self.mass, weights)), p), p)
+            fused, mask = self.mend(Gaussian(*self.solve(total, WeightSums.of(map(self.mass, weights)), p)), p)
+            self._refuse_unfit(fused, layout)
             repaired = 0.0 if mask is None else float(mask.double().mean())
         points = total["points"] / WeightSums.of(weights).total if layout.points else torch.zeros(0)
         return layout.build(fused, points), repaired
+
+    def _refuse_unfit(self, fused: Gaussian, layout: Layout) -> None:
+        """Raise unless the formulas gave finite means and finite variances that are not negative (0: one too small for a float64)."""
+        bounds = torch.stack([*torch.aminmax(fused.mean), *torch.aminmax(fused.variance)])
+        if bool(torch.isfinite(bounds).all() & (bounds[2] >= 0)):
+            return
+        at = 0
+        for entry in layout.gaussians:
+            piece = slice(at, at := at + entry.shape.numel())
+            bad = ~(
+                torch.isfinite(fused.mean[piece]) & torch.isfinite(fused.variance[piece]) & (fused.variance[piece] >= 0)
+            )
+            if bool(bad.any()):
+                raise PosteriorError(
+                    f"the rule '{self.name}' gave {int(bad.sum())} of {bad.numel()} weights of '{entry.name}' no finite mean or no positive "
+                    "variance; a rule whose formula can do so repairs it in `mend`."
+                )
 
     def options(self) -> dict[str, Any]:
         """Return the rule's options as set."""
@@ -158,11 +176,15 @@ def rules() -> tuple[type[Rule], ...]:
     return tuple(_RULES.values())
 
 
-def get_rule(name: str | Rule, **options: Any) -> Rule:
-    """Return the rule of that name or alias, with options given as values or as text ("population", "1000").
+def get_rule(name: str | Rule | type[Rule], **options: Any) -> Rule:
+    """Return the rule of that name or alias (or that rule itself), with options given as values or as text ("population", "1000").
 
     A name may be ``package.module:rule``: the module is imported first, so that rules of your own work in configuration files.
     """
+    if isinstance(name, type) and issubclass(name, Rule):
+        return name(**_converted(name, options))
+    if not isinstance(name, str | Rule):
+        raise ConfigError(f"a fusion rule is named by text; {name!r} is of type {type(name).__name__}.")
     if isinstance(name, str) and ":" in name:
         module, name = name.split(":", 1)
         try:

@@ -53,9 +53,9 @@ def fuse_stacked(
         raise ConfigError(
             f"the rule '{chosen.name}' draws random numbers and has no stacked form; use fuse() or its limit lp."
         )
-    given = [1.0] * len(means) if weights is None else [float(w) for w in weights]
+    given = [1.0] * len(means) if weights is None else list(map(_number, weights))
     if len(given) != len(means) or not all(0 <= w < math.inf for w in given) or not sum(given) > 0:
-        raise PosteriorError(f"give {len(means)} finite weights, not negative and not all zero; got {given}.")
+        raise PosteriorError(f"give {len(means)} finite weights, not negative and not all zero; got {weights}.")
     shape = means.shape[1:]
     m, v = means.reshape(len(means), -1), variances.reshape(len(means), -1)
     if min(given) == 0:  # a client of weight 0 adds nothing, also under rules that do not weigh
@@ -70,6 +70,13 @@ def fuse_stacked(
         chosen, sums, m, v, w, Gaussian(p.mean.reshape(-1), p.variance.reshape(-1)), compile
     )
     return Gaussian(out.mean.reshape(shape), out.variance.reshape(shape))
+
+
+def _number(given: Any) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 @functools.lru_cache(maxsize=8)

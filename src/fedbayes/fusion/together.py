@@ -41,7 +41,8 @@ def absorb_together(
 
 def _possible(total: Accumulator) -> bool:
     entries = (*total.layout.gaussians, *total.layout.points)
-    return total.reproducible and not total.rule.draws and all(e.dtype != torch.float64 for e in entries)
+    doubles = any(torch.float64 in (e.dtype, e.variance_dtype) for e in entries)
+    return total.reproducible and not total.rule.draws and not doubles
 
 
 def _alike(posterior: Posterior, total: Accumulator) -> bool:
@@ -52,6 +53,7 @@ def _alike(posterior: Posterior, total: Accumulator) -> bool:
     return (
         mine.keys() == entries.keys()
         and posterior.gaussians.keys() == {e.name for e in layout.gaussians}
+        and all(posterior.gaussians[e.name].variance.dtype == e.variance_dtype for e in layout.gaussians)
         and all(
             t.shape == entries[n].shape and t.dtype == entries[n].dtype and t.device == layout.device
             for n, t in mine.items()

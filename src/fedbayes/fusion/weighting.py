@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, PosteriorError, nearest
-from ..posterior import Posterior, kl
+from ..errors import ConfigError, FedBayesError, PosteriorError, nearest
+from ..posterior import Posterior, alike, kl
 from .layout import Layout
 
 Client = int | str
@@ -31,6 +32,15 @@ class Weighting:
     """Whether it needs every client's posterior at once (so it neither streams nor works under secure aggregation)."""
     needs_previous: bool
     compute: Callable[[Mapping[Client, int], Mapping[Client, Posterior], Posterior | None], Mapping[Client, float]]
+    needs_gaussians: bool = False
+    """Whether it compares distributions, so that point models cannot be weighed by it."""
+
+    def require_gaussians(self, posterior: Posterior) -> None:
+        """Raise if it compares distributions and this posterior has none."""
+        if self.needs_gaussians and not posterior.gaussians:
+            raise ConfigError(
+                f"the weighting '{self.name}' compares distributions, and this network has none: weigh point models by size or equally."
+            )
 
 
 _WEIGHTINGS: dict[str, Weighting] = {}
@@ -75,7 +85,7 @@ def client_weights(
         missing = [c for c in sizes if c not in weighting]
         if missing:
             raise ConfigError(f"client {missing[0]} has no weight; give one for each of {list(sizes)}.")
-        return _normalised({c: float(weighting[c]) for c in sizes})
+        return _normalised({c: weighting[c] for c in sizes})
     chosen = get_weighting(weighting) if isinstance(weighting, str) else weighting
     if chosen.uses_individuals:
         missing = [c for c in sizes if c not in (posteriors or {})]
@@ -83,15 +93,25 @@ def client_weights(
             raise ConfigError(
                 f"the weighting '{chosen.name}' needs every client's posterior; client {missing[0]} has none."
             )
+        chosen.require_gaussians((posteriors or {})[next(iter(sizes))])
     if chosen.needs_previous and previous is None:
         raise ConfigError(f"the weighting '{chosen.name}' needs the previous global posterior.")
-    return _normalised({c: float(w) for c, w in chosen.compute(sizes, posteriors or {}, previous).items()})
+    return _normalised(chosen.compute(sizes, posteriors or {}, previous))
 
 
-def _normalised(weights: dict[Client, float]) -> dict[Client, float]:
-    for client, weight in weights.items():
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ConfigError(f"the weight of client {client} is {weight}; weights must be finite and not negative.")
+def weight_of(client: Client, given: Any, error: type[FedBayesError] = PosteriorError) -> float:
+    """Return a client's weight as a float, or say what is wrong with it."""
+    try:
+        weight = float(given)
+    except (TypeError, ValueError):
+        raise error(f"the weight of client {client} is {given!r}; weights must be numbers.") from None
+    if not (math.isfinite(weight) and weight >= 0):
+        raise error(f"the weight of client {client} is {weight}; weights must be finite and not negative.")
+    return weight
+
+
+def _normalised(given: Mapping[Client, Any]) -> dict[Client, float]:
+    weights = {c: weight_of(c, w, ConfigError) for c, w in given.items()}
     total = math.fsum(weights.values())
     if total <= 0:
         raise ConfigError("all clients have weight 0; at least one must be positive.")
@@ -107,7 +127,11 @@ def pairwise_kl(posteriors: Mapping[Client, Posterior]) -> Tensor:
     a pair is computed by itself, so that equal posteriors have 0 and not the rounding of a large sum.
     """
     clients = list(posteriors)
+    if not clients:
+        return torch.zeros(0, 0, dtype=torch.float64)
     layout = Layout.of(posteriors[clients[0]])
+    for client in clients[1:]:
+        alike(posteriors[clients[0]], posteriors[client])
     k, device = len(clients), layout.device
     result = torch.zeros(k, k, dtype=torch.float64, device=device)
     most = max(1, 2**24 // k)
@@ -168,7 +192,7 @@ register_weighting(
 )  # fmt: skip
 register_weighting(
     Weighting("max-discrepancy", (), "γₖ = 1/max_{j≠k} KL(qₖ‖qⱼ)", "Fischer 2024 eq. (20) by its name", "extreme clients should count less",
-              True, False, _discrepancy("farthest"))
+              True, False, _discrepancy("farthest"), True)
 )  # fmt: skip
 register_weighting(
     Weighting("max-discrepancy-nearest", (), "γₖ = max_{j≠k} 1/KL(qₖ‖qⱼ)", "Fischer 2024 eq. (20) as printed",
@@ -176,5 +200,5 @@ register_weighting(
 )  # fmt: skip
 register_weighting(
     Weighting("distance", (), "γₖ = 1/KL(q_g‖qₖ)", "Fischer 2024 eq. (21)", "clients far from the previous global posterior should count less",
-              True, True, _distance)
+              True, True, _distance, True)
 )  # fmt: skip
