@@ -232,7 +232,7 @@ def _standing(label: str, folder: Path) -> list[str]:
         if event["kind"] == "round":
             done = event["round"]
             known = event["fusion"].get("sigma") or {}
-            sigma = known.get("quantiles", {}).get("0.5", known.get("mean", sigma))
+            sigma = known.get("mean", sigma)
         elif event["kind"] == "evaluation" and event["split"] == "test":
             tests.setdefault(event["model"], []).append(event)
         elif event["kind"] == "evaluation" and event["split"].startswith("ood"):

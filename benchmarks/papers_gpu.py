@@ -28,7 +28,7 @@ class Study:
 
     cells: Mapping[str, tuple[str, ...]]
     changes: Mapping[str, object] = field(default_factory=dict)
-    variants: tuple[Mapping[str, str], ...] = ()  # further readings of the cells of rule precision
+    variants: tuple[tuple[str, Mapping[str, str]], ...] = ()  # words of cells that are run under other readings too
 
 
 METHODS = ("fedavg", "v-distillation", "fedbe-no-swa", "fedbe")
@@ -44,7 +44,8 @@ def _fedbe(partition: str, network: str, methods: Sequence[str] = METHODS, proxi
 
 def _reyes(name: str) -> Study:
     changes = {"checkpoint_every": 50}
-    variants = ({"sign": "fisher"}, {"epsilon": "keras"}, {"sign": "fisher", "epsilon": "keras"})
+    readings = ({"sign": "fisher"}, {"epsilon": "keras"}, {"sign": "fisher", "epsilon": "keras"})
+    variants = tuple(("rule=precision", reading) for reading in readings)
     return Study({"reyes-table-2": (f"batch=200 dataset={name}",)}, changes, variants)
 
 
@@ -53,7 +54,10 @@ def _ozer(clients: int, data: str = "fashion-mnist") -> Study:
     return Study(cells, {"checkpoint_every": 25})
 
 
-GLOBAL_MEAN = {"data.mean": "global"}  # clients' own means forbid sharing a launch; the reading pixel_mean=global
+GLOBAL_MEAN = {
+    "data.mean": "global",
+    "checkpoint_every": 10,
+}  # clients' own means forbid sharing a launch; the reading pixel_mean=global
 
 IID = GLOBAL_MEAN | {"data.ood": "svhn-test.npz"}
 """Of ``fischer-iid``: with SVHN as out-of-distribution data."""
@@ -68,6 +72,7 @@ STUDIES = {
             )
         },
         IID,
+        (("model=flipout rule=nwa", {"kl_scale": "federation"}),),
     ),
     "fedbe-convnet-step": _fedbe("step", "fedbe-convnet"),
     "fedbe-convnet-dirichlet": _fedbe("dirichlet", "fedbe-convnet"),
@@ -208,7 +213,7 @@ class GridOf:
         found: dict[Path, tuple[str, Any, Path]] = {}
         self._reproduce(lambda items: found.update({path: (label, e, path) for label, e, path in items}))
         return [
-            (" ".join([label, *(o for o in e.fusion.options if e.fusion.rule == "precision")]), e, path)
+            (" ".join([label, f"KL/{e.objective.kl_scale}", *e.fusion.options]), e, path)
             for label, e, path in found.values()
         ]
 
@@ -221,12 +226,10 @@ class GridOf:
         from fedbayes.recipes.runner import matches
 
         study, o, made = STUDIES[self.name], self.options, []
-        variants: Sequence[Mapping[str, str]] = () if self.asked else study.variants
-        for number, readings in enumerate([self.asked, *variants]):
+        variants = () if self.asked else study.variants
+        for words, readings in [("", self.asked), *variants]:
             for recipe, cells in study.cells.items():
-                only = [" ".join([item, *self.only]) for item in cells]
-                if number:  # a variant is of the precision cells
-                    only = [f"{item} rule=precision" for item in only]
+                only = [" ".join([item, *self.only, words]) for item in cells]
                 known = recipes.load_recipe(recipe, o.scale, readings).cells
                 only = [item for item in only if any(matches(cell, item) for cell in known)]
                 if only:
