@@ -26,6 +26,7 @@ from fedbayes.data import Dataset, Examples, Transform, load, make_transform
 from fedbayes.engine import LocalCohort, predict
 from fedbayes.experiment import Data, Engine, Local
 from fedbayes.fusion import Accumulator
+from fedbayes.fusion.together import absorb_together
 from fedbayes.nn.state import posterior_of
 from fedbayes.posterior import Posterior
 from fedbayes.seeds import numpy_rng
@@ -98,8 +99,9 @@ def main() -> None:
         updates = list(cohort.train(work))
         marks.append(time.perf_counter())
         total = Accumulator("fedavg", reference=posterior, previous=posterior)
-        for update in updates:
-            total.absorb(update.posterior, update.examples, client=update.client)
+        absorb_together(
+            total, [u.posterior for u in updates], [u.examples for u in updates], [u.client for u in updates]
+        )
         posterior = total.conclude().posterior
         marks.append(time.perf_counter())
         if number % args.evaluate_every == 0 or number == args.rounds:

@@ -244,9 +244,10 @@ def one_row(args: argparse.Namespace, row: Row) -> dict[str, Any]:
 def all_rows(numbers: Sequence[int]) -> list[dict[str, Any]]:
     """Start a process a row, wait until all are warm, let each measure in turn; one that failed is a row that says so."""
     command = [sys.executable, __file__, *sys.argv[1:], "--child"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    children = {n: subprocess.Popen([*command, str(n)], **pipes) for n in numbers}
+    pipe = subprocess.PIPE
+    children = {n: subprocess.Popen([*command, str(n)], stdin=pipe, stdout=pipe, text=True) for n in numbers}
     for n, child in children.items():
+        assert child.stdout is not None
         while (line := child.stdout.readline()) and line.strip() != READY:
             print(line, end="", flush=True)
         print(f"row {n}, {ROWS[n - 1].label}: {'warm' if line else 'failed'}", flush=True)

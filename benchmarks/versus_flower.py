@@ -8,11 +8,11 @@ works alike); deterministic with federated averaging, and Flipout with nwa. A ro
 goes out, every client trains, the answers are fused. Both sides have the same network, batch size, epochs and optimiser.
 
 The Flower side is ``versus_flower_app.py``, in a virtual environment of its own that this script makes (``--venv`` keeps
-it): two Ray actors with one core and one thread each. Ours settles, in its start-up, on the fastest of three ways by trial
-rounds: this process with one torch thread or with two, lanes chosen by the engine's own measurement, or the plain loop
-on two processes (``engine.workers``) of one thread. Rounds alternate, one there, one here, so that whatever else the
-machine does hits both; a ratio is taken of each such pair, and the median ratio is reported with the smallest and largest.
-The first round of both sides is left out and reported as start-up: for Flower it includes starting Ray, for ours all trials.
+it): two Ray actors with one core and one thread each. Ours is the engine as it comes (``lanes = 0``, ``workers = 0``, torch's
+own number of threads): it measures and chooses lanes, the plain loop, or the plain loop on two processes. Rounds alternate,
+one there, one here, so that whatever else the machine does hits both; a ratio is taken of each such pair, and the median
+ratio is reported with the smallest and largest. The first round of both sides is left out and reported as start-up:
+for Flower it includes starting Ray, for ours the engine's measurement.
 
 Beside wall time stand core-seconds, all processes of a side added up: they tell how much work a round is, and hardly
 depend on what else the machine does. (Where strangers fill the cores, wall time favours the side with more processes.)
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
 import statistics
@@ -120,7 +121,7 @@ class Ours:
     def __init__(self, setup: Setup, threads: int = CORES, **engine: int) -> None:
         e = setup.experiment
         setup = replace(setup, experiment=replace(e, engine=replace(e.engine, **engine)))
-        self.threads, self.workers = threads, setup.experiment.engine.workers
+        self.threads = threads
         self.federation = Federation(setup.experiment, setup.start, local_cohort([setup]))
 
     @property
@@ -128,22 +129,33 @@ class Ours:
         """The number of lanes in use."""
         return int(self.federation.cohort.statistics()["lanes"])
 
+    @property
+    def workers(self) -> int:
+        """The number of processes in use."""
+        return int(self.federation.cohort.statistics()["workers"])
+
     def round(self) -> Cost:
         """Run a round and return what it took, processes of its own included."""
         torch.set_num_threads(self.threads)
-        begun, worked = time.perf_counter(), sum(os.times()[:4])
+        begun, worked = time.perf_counter(), own_core_seconds()
         for update in self.federation.cohort.train(self.federation.begin()):
             self.federation.absorb(update)
         self.federation.end()
-        return Cost(time.perf_counter() - begun, sum(os.times()[:4]) - worked)
+        return Cost(time.perf_counter() - begun, own_core_seconds() - worked)
 
 
-def settle(setup: Setup) -> Ours:
-    """Return the fastest of the ways to use two cores, by the better of two trial rounds after a first one."""
-    ways = [Ours(setup, 1), Ours(setup, CORES), Ours(setup, 1, lanes=1, workers=CORES)]
-    for way in ways:
-        way.round()
-    return min(ways, key=lambda way: min(way.round().seconds, way.round().seconds))
+def own_core_seconds() -> float:
+    """Return the processor time that this process and its children, living and dead, have used so far."""
+    children = [p.pid for p in multiprocessing.active_children() if p.pid]
+    return sum(os.times()[:4]) + sum(map(used, children))
+
+
+def used(process: int) -> float:
+    """Return the processor time a living process has used so far (0 for one that is gone)."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def write_job(setup: Setup, folder: Path, rounds: int) -> None:
@@ -241,12 +253,7 @@ def of_folder(folder: Path) -> list[int]:
 
 def core_seconds(folder: Path) -> float:
     """Return the processor time that all living processes of a folder have used so far."""
-    ticks = 0
-    for number in of_folder(folder):
-        with suppress(OSError):
-            fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(map(used, of_folder(folder)))
 
 
 def told(line: Connection, clients: int, folder: Path) -> Cost:
@@ -275,7 +282,8 @@ def compare(args: argparse.Namespace, python: Path, job: str, clients: int, kind
         with flower(python, folder) as line:
             told(line, clients, folder)
             flower_start, began = time.perf_counter() - began, time.perf_counter()
-            ours = settle(setup)
+            ours = Ours(setup)
+            ours.round()
             ours_start = time.perf_counter() - began
             pairs = [(told(line, clients, folder), ours.round()) for _ in range(args.rounds)]
     theirs, mine = (list(side) for side in zip(*pairs, strict=True))
