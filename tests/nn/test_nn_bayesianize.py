@@ -267,6 +267,51 @@ def test_a_weight_read_behind_its_layers_back_is_reported(cls: type[Reads]) -> N
     assert not any("reads" in s for s in nn.survey(cls(), where="linear").unseen)  # then it is a point anyway
 
 
+class ReadsMany(tnn.Module):
+    """Reads weights of layers that only running the code would name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = tnn.ModuleList([tnn.Linear(4, 4), tnn.Linear(4, 4)])
+        self.one, self.other = tnn.Linear(4, 4), tnn.Linear(4, 4)
+
+
+class ReadsByIndex(ReadsMany):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.layers[0].weight
+
+
+class ReadsInLoop(ReadsMany):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x @ layer.weight
+        return x
+
+
+class ReadsByText(ReadsMany):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ getattr(self.one, "weight")  # noqa: B009
+
+
+class ReadsOneOfTwo(ReadsMany):
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.one, self.other
+        return other(x @ one.weight)
+
+
+class ReadsTwiceNamed(ReadsMany):
+    def forward(self, x: Tensor) -> Tensor:
+        first = second = self.one  # noqa: F841
+        return self.other(x @ first.weight)
+
+
+@pytest.mark.parametrize("cls", ReadsMany.__subclasses__())
+def test_a_weight_read_from_a_layer_that_has_no_plain_name_is_reported(cls: type[ReadsMany]) -> None:
+    (sentence,) = nn.survey(cls()).unseen
+    name = "one.weight" if cls in (ReadsOneOfTwo, ReadsTwiceNamed) else "*.weight"
+    assert sentence.startswith(f"the network ({cls.__name__}) reads '{name}' itself in its forward")
+
+
 def test_functional_layers_are_found_without_source_and_in_hooks_and_lambdas() -> None:
     names = {"tnn": tnn, "F": F}
     code = "class Typed(tnn.Module):\n  def forward(self, x): return F.conv1d(x, x)"
@@ -360,6 +405,56 @@ def test_own_dropout_layers_stay_on_for_mc_dropout() -> None:
     channels = nn.bayesianize(tnn.Sequential(tnn.Conv2d(1, 40, 3), tnn.Dropout2d(0.5)), "dropout").eval()
     y = channels(torch.ones(1, 1, 5, 5))[0].flatten(1)
     assert 5 < (y == 0).all(1).sum() < 35
+
+
+class FunctionalDropout(tnn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = tnn.LSTM(4, 8, 2, dropout=0.3)
+        self.alpha = tnn.AlphaDropout(0.5)
+        self.head = tnn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.dropout(self.alpha(self.lstm(x)[0][-1]), 0.5, self.training))
+
+
+def test_dropout_that_no_layer_holds_is_reported() -> None:
+    with pytest.warns(nn.NotConverted) as record:
+        nn.bayesianize(FunctionalDropout(), "dropout")
+    told = [str(w.message) for w in record]
+    assert told[0].startswith(
+        "the network (FunctionalDropout) calls dropout in its forward, as a rule off in evaluation"
+    )
+    assert told[1].startswith("'lstm' (LSTM) has dropout that is off in evaluation")
+    assert told[2].startswith("'alpha' (AlphaDropout) has dropout that is off in evaluation")
+    assert told[3].startswith("'lstm' (LSTM) has weights that are in no replaceable layer")
+    assert len(nn.survey(FunctionalDropout()).unseen) == 1  # of no matter to the other kinds
+
+
+def test_transformers_drop_in_evaluation_without_gradients_too() -> None:
+    """Where torch would take a fast path that knows no dropout."""
+    plain = tnn.TransformerEncoder(tnn.TransformerEncoderLayer(8, 2, 16, dropout=0.4, batch_first=True), 2).eval()
+    thinned = nn.bayesianize(plain, "dropout", warn=False)
+    x, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        for options in ({}, {"src_key_padding_mask": padding}):
+            assert not torch.allclose(thinned(x, **options), thinned(x, **options))
+        for layer in thinned.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.p = 0.0
+        assert torch.allclose(thinned(x), plain(x), atol=1e-5)
+
+
+def test_dropout_layers_that_drop_nothing_do_not_count() -> None:
+    x = torch.ones(8, 4)
+    thinned = nn.bayesianize(tnn.Sequential(tnn.Linear(4, 9), tnn.Dropout(0.0), tnn.Linear(9, 2)), "dropout")
+    assert not torch.allclose(thinned(x), thinned(x))
+
+
+def test_complex_layers_stay_points() -> None:
+    model = tnn.Sequential(tnn.Linear(4, 4, dtype=torch.complex64), tnn.Linear(4, 2))
+    with pytest.warns(nn.NotConverted, match="'0'"):
+        assert nn.gaussian_names(nn.state_of(nn.bayesianize(model))) == ["1.weight"]
 
 
 def test_impossible_requests_say_what_would_be_right() -> None:

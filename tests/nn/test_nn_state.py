@@ -49,6 +49,22 @@ def test_a_thousand_round_trips_do_not_drift() -> None:
     assert ((state["w_rho"] - start) / start.abs().clamp_min(1)).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_networks_of_sixteen_bits_keep_their_scales(dtype: torch.dtype) -> None:
+    layer = nn.FlipoutLinear(40, 3, dtype=dtype)
+    with torch.no_grad():
+        layer.weight_rho.copy_(torch.linspace(-20, 8.3, 120).view(3, 40))
+    before = {n: t.clone() for n, t in layer.state_dict().items()}
+    posterior = nn.posterior_of(layer)
+    assert (posterior.gaussians["weight"].variance > 0).all()
+    nn.load_posterior(layer, posterior)
+    for name, tensor in layer.state_dict().items():
+        assert tensor.dtype == dtype
+        assert torch.allclose(tensor, before[name], rtol=0, atol=1e-6), (
+            name
+        )  # about zero rho has finer steps than sigma
+
+
 def test_points_buffers_and_counters_travel() -> None:
     module = nn.build("resnet20", "flipout")
     module.train()(torch.randn(2, 3, 32, 32))

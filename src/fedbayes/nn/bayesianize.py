@@ -29,7 +29,7 @@ _READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # the
 
 
 class NotConverted(UserWarning):
-    """Weights of a network that ``bayesianize`` could not give a distribution; they stay points."""
+    """What ``bayesianize`` could not reach: weights that stay points, dropout that stays off in evaluation."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,13 @@ def bayesianize(
 
     ``kind``: ``flipout``, ``local``, ``sample`` (weights become means, with constant ``sigma``) or ``dropout``
     (masks after each convolution and before each linear layer, on in evaluation too; where the network has dropout
-    layers of its own and ``where`` is empty, those are kept on instead and none are added). ``deterministic`` gives
-    a plain copy. ``where`` chooses layers by name (empty: all). Layers used in several places stay one layer.
-    A subclass that leaves ``forward`` to torch keeps its own methods. Normalisation, pooling, activations and the code
-    of ``forward`` are not touched. Weights that are used where no layer can be replaced (``F.conv2d`` with a parameter,
-    also in a helper function or with another layer's weight; attention; subclasses with their own ``forward``) raise
-    the warning ``NotConverted``, one sentence each; ``survey`` lists them without converting.
+    layers of its own and ``where`` is empty, those are kept on instead and none are added; dropout that is no layer, as
+    inside attention and recurrent layers, is reported). ``deterministic`` gives a plain copy. ``where`` chooses layers
+    by name (empty: all). Layers used in several places stay one layer. A subclass that leaves ``forward`` to torch keeps
+    its own methods. Normalisation, pooling, activations and the code of ``forward`` are not touched. Weights that are used where no layer
+    can be replaced (``F.conv2d`` with a parameter, also in a helper function or with another layer's weight; attention;
+    subclasses with their own ``forward``) raise the warning ``NotConverted``, one sentence each; ``survey`` lists them
+    without converting.
     """
     if kind != "deterministic" and kind not in LAYERS:
         raise ConfigError(f"'{kind}' is no kind of network; {nearest(kind, ['deterministic', *LAYERS])}")
@@ -83,7 +84,10 @@ def bayesianize(
     original, module = module, _copy(module)
     if kind == "deterministic":
         return module
-    if kind == "dropout" and not where and _keep_dropout_on(module):
+    own_dropout = kind == "dropout" and not where and _keep_dropout_on(module)
+    if kind == "dropout" and warn:
+        _warn(_off_in_evaluation(original))
+    if own_dropout:
         return module
     plan = survey(original, where)  # not of the copy: functions held by the network see the original
     if not plan.converted:
@@ -96,14 +100,19 @@ def bayesianize(
     _share_scales(layers)
     _check_names(module)
     if warn:
-        for sentence in plan.unseen:
-            warnings.warn(sentence, NotConverted, stacklevel=2)
+        _warn(plan.unseen)
     return module
+
+
+def _warn(sentences: Iterable[str]) -> None:
+    for sentence in sentences:
+        warnings.warn(sentence, NotConverted, stacklevel=3)
 
 
 def _kind_of(layer: nn.Module) -> type[nn.Module] | None:
     """The torch layer whose forward this layer runs unchanged, or None: a subclass with its own forward is not one."""
-    if isinstance(layer, Variational) or layer._parameters.get("weight") is None:  # parametrised, spectral norm ...
+    weight = layer._parameters.get("weight")  # None: parametrised, spectral norm ...
+    if isinstance(layer, Variational) or weight is None or not weight.is_floating_point():
         return None
     if vars(layer).keys() & {"forward", "_conv_forward"}:  # replaced on this very layer
         return None
@@ -148,13 +157,32 @@ def _check_names(module: nn.Module) -> None:
 
 
 def _keep_dropout_on(module: nn.Module) -> bool:
-    """Make the network's own dropout layers MC-dropout, in place; say whether there were any."""
-    own = [layer for layer in module.modules() if type(layer) in _TORCH_DROPOUT]
-    for layer in own:
-        together = _TORCH_DROPOUT[type(layer)]
-        layer.__class__ = Dropout
-        layer.per_pass, layer.together = False, together  # type: ignore[assignment]
-    return bool(own) or any(isinstance(layer, Dropout) for layer in module.modules())
+    """Make the network's own dropout layers MC-dropout, in place; say whether there is any that drops."""
+    for layer in module.modules():
+        if type(layer) in _TORCH_DROPOUT:
+            together = _TORCH_DROPOUT[type(layer)]
+            layer.__class__ = Dropout
+            layer.per_pass, layer.together = False, together  # type: ignore[assignment]
+        elif isinstance(layer, nn.TransformerEncoderLayer):
+            layer.activation_relu_or_gelu = 0  # or torch's fast path would pass the dropout by in evaluation
+        elif isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False  # part of that path
+    return any(isinstance(layer, Dropout) and layer.p > 0 for layer in module.modules())
+
+
+def _off_in_evaluation(module: nn.Module) -> Iterator[str]:
+    """Sentences on dropout that no layer replacement keeps on in evaluation."""
+    for name, layer in module.named_modules():
+        where = f"'{name}' ({type(layer).__name__})" if name else f"the network ({type(layer).__name__})"
+        calls = [c for c in functional.uses(layer)[0] if c in functional.DROPOUTS]
+        inside = isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)) and layer.dropout > 0
+        if isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout)) or inside:
+            yield f"{where} has dropout that is off in evaluation; MC-dropout does not reach it."
+        elif calls:
+            yield (
+                f"{where} calls {', '.join(calls)} in its forward, as a rule off in evaluation, which MC-dropout does not "
+                "reach. Use nn.Dropout, or fedbayes.nn.Dropout."
+            )
 
 
 def _choose(where: Where, layers: dict[str, nn.Module]) -> set[str]:
@@ -249,8 +277,9 @@ def _unseen(module: nn.Module, closed: set[str], converted: set[str]) -> Iterato
             yield f"{where} uses its weights directly; they stay points."
         else:
             own = [n for n, p in layer.named_parameters(recurse=False) if p.dim() > 1]
-            calls, read = functional.uses(layer)
-            read = [n for n in read if f"{name}.{n}".lstrip(".") in gaussian]
+            used, read = functional.uses(layer)
+            calls = [c for c in used if c in functional.NAMES]
+            read = [n for n in read if any(fnmatchcase(g, f"{name}.{n}".lstrip(".")) for g in gaussian)]
             if own or calls or read:
                 yield f"{where} {_unreached(own, calls, read)}"
 

@@ -25,20 +25,38 @@ NAMES = (
     "convolution", "multi_head_attention_forward",
 )  # fmt: skip
 """The functional layers that are looked for."""
+DROPOUTS = (
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "feature_dropout",
+    "feature_alpha_dropout",
+)
+"""Functional dropout, which a layer's ``training`` flag switches off."""
 
-_FUNCTIONAL = {id(getattr(space, n)): n for n in NAMES for space in (F, torch) if hasattr(space, n)}
-_ABOUT = frozenset(["dtype", "device", "shape", "ndim", "requires_grad", "is_cuda", "size", "dim", "numel", "layout"])
+_FUNCTIONAL = {id(getattr(space, n)): n for n in (*NAMES, *DROPOUTS) for space in (F, torch) if hasattr(space, n)}
+_ABOUT = frozenset([
+    "dtype", "device", "shape", "ndim", "requires_grad", "is_cuda", "size", "dim", "numel", "layout",
+    "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros",
+])  # fmt: skip
 """What is asked of a weight without using its values."""
 _NOT_USERS = frozenset([*sys.stdlib_module_names, "torch", "numpy"]) - {
     "builtins"
 }  # where nameless code says it is from
 _UNKNOWN: Any = object()
+_NOTHING_NEW = frozenset(
+    ["POP_TOP", "NOP", "RESUME", "EXTENDED_ARG", "PRECALL", "KW_NAMES", "MAKE_CELL", "COPY_FREE_VARS"]
+)
+"""Instructions that leave no new value on the stack."""
 
 
 def uses(layer: nn.Module) -> tuple[list[str], list[str]]:
     """Return what ``layer.forward`` uses: names of functional layers, and names (from ``layer``) of other layers' weights.
 
-    The second are parameters with two or more axes of modules inside ``layer`` whose values the code reads itself.
+    The second are parameters with two or more axes of modules inside ``layer`` whose values the code reads itself;
+    ``*.weight`` where it cannot be told of which of them (``self.layers[i].weight``).
     """
     reader = _Reader(layer)
     reader.method(layer, "forward")
@@ -53,6 +71,7 @@ class _Reader:
     def __init__(self, layer: nn.Module) -> None:
         inner = ((n, p) for n, p in layer.named_parameters() if "." in n and p.dim() > 1)
         self.names = {id(p): n for n, p in inner}
+        self.tails = {n.rpartition(".")[2] for n in self.names.values()}
         self.calls: set[str] = set()
         self.weights: set[str] = set()
         self.seen: set[tuple[int, int]] = set()
@@ -75,7 +94,7 @@ class _Reader:
             self.calls.add(_FUNCTIONAL[id(value)])
         elif type(value).__module__ == "torch._ops":
             name = getattr(value, "__name__", "").partition(".")[0]
-            self.calls.update({name} & set(NAMES))
+            self.calls.update({name} & {*NAMES, *DROPOUTS})
         elif isinstance(value, functools.partial | functools.partialmethod):
             self.use(value.func, owner)
         elif isinstance(value, types.MethodType):
@@ -106,38 +125,50 @@ class _Reader:
         self.code(code, function.__globals__, known)
 
     def code(self, code: types.CodeType, global_names: Mapping[str, Any], known: dict[str, Any]) -> None:
-        """Follow chains of names: ``F.conv2d``, ``self.head.weight``, also through local names given to them."""
-        current, imported, instructions = _UNKNOWN, _UNKNOWN, list(dis.get_instructions(code))
+        """Follow chains of names: ``F.conv2d``, ``self.head.weight``, also through local names given to them.
+
+        Instructions are taken in the order they stand in, on a stack of the objects that are known.
+        """
+        stack: list[Any] = []
+        imported = _UNKNOWN
+        instructions = list(dis.get_instructions(code))
         for instruction, following in zip(instructions, [*instructions[1:], None]):
             op, name = instruction.opname, instruction.argval
-            if op in ("LOAD_GLOBAL", "LOAD_NAME"):
+            size = len(stack) + dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
+            if op in _NOTHING_NEW:
+                stack = _resized(stack, size)
+                continue
+            if op in ("STORE_FAST", "STORE_NAME", "STORE_DEREF"):
+                known[name] = stack.pop() if stack else _UNKNOWN
+                continue
+            if op == "SWAP" and instruction.argval <= len(stack):
+                stack[-1], stack[-instruction.argval] = stack[-instruction.argval], stack[-1]
+                continue
+            current = _UNKNOWN
+            if op == "COPY" and instruction.argval <= len(stack):
+                current = stack[-instruction.argval]
+            elif op in ("LOAD_GLOBAL", "LOAD_NAME"):
                 current = known.get(name, global_names.get(name, _UNKNOWN))
             elif op.startswith("LOAD_FAST") or op in ("LOAD_DEREF", "LOAD_CLASSDEREF"):
                 current = known.get(name, _UNKNOWN) if isinstance(name, str) else _UNKNOWN
             elif op in ("LOAD_ATTR", "LOAD_METHOD"):
-                current = self.attribute(current, name)
+                owner = stack.pop() if stack else _UNKNOWN
+                current = self.attribute(owner, name)
+                if owner is _UNKNOWN and name in self.tails and not _asks_about(following):
+                    self.weights.add(f"*.{name}")
             elif op == "IMPORT_NAME":
                 current = imported = sys.modules.get(name, _UNKNOWN)
             elif op == "IMPORT_FROM":
                 current = getattr(imported, name, imported)  # `import a.b as c` asks a.b for b
-            elif op in ("STORE_FAST", "STORE_NAME", "STORE_DEREF"):
-                known[name] = current
-                continue
-            elif op in ("SWAP", "POP_TOP", "NOP"):
-                continue
-            else:
-                current = _UNKNOWN
+            stack = [*_resized(stack, size - 1), current]
             self.use(current)
-            asked = (
-                following is not None
-                and following.opname in ("LOAD_ATTR", "LOAD_METHOD")
-                and following.argval in _ABOUT
-            )
-            if id(current) in self.names and not asked:
+            if id(current) in self.names and not _asks_about(following):
                 self.weights.add(self.names[id(current)])
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self.code(constant, global_names, dict(known))
+            elif isinstance(constant, str) and constant in self.tails:  # getattr(self.head, "weight")
+                self.weights.add(f"*.{constant}")
 
     def attribute(self, owner: Any, name: str) -> Any:
         """Return what ``owner.name`` stands for, as far as it can be known without running anything."""
@@ -151,6 +182,16 @@ class _Reader:
         elif isinstance(owner, type) and not _foreign(owner):  # Base.forward(self, x)
             return inspect.getattr_static(owner, name, _UNKNOWN)
         return _UNKNOWN
+
+
+def _resized(stack: list[Any], size: int) -> list[Any]:
+    """The stack cut or filled up to a size (jumps are not followed, so it may be off)."""
+    return [*stack[: max(size, 0)], *[_UNKNOWN] * (size - len(stack))]
+
+
+def _asks_about(following: dis.Instruction | None) -> bool:
+    """Whether the next instruction asks a weight for its shape or type, not its values."""
+    return following is not None and following.opname in ("LOAD_ATTR", "LOAD_METHOD") and following.argval in _ABOUT
 
 
 def _foreign(thing: Any) -> bool:

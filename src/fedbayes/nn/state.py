@@ -47,14 +47,16 @@ def gaussian_names(tensors: Iterable[str]) -> list[str]:
 def to_posterior(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Posterior:
     """Return the posterior that a network's full state (parameters and buffers by name) stands for.
 
-    Variances are computed in float64 and stored in the mean's type. The result shares no memory with ``tensors``.
-    Elementwise, so it also works on tensors stacked along leading lane axes.
+    Variances are computed in float64 and stored in the mean's type, in float32 where that has 16 bits (the square of a
+    small sigma is no number there). The result shares no memory with ``tensors``. Elementwise, so it also works on
+    tensors stacked along leading lane axes.
     """
     gaussians: dict[str, Gaussian] = {}
     with torch.no_grad():
         for name in gaussian_names(tensors):
             mean, rho = tensors[name], tensors[name + RHO]
-            variance = F.softplus(rho.detach().double()).square().to(mean.dtype)
+            kept = torch.float32 if mean.dtype.itemsize < 4 else mean.dtype
+            variance = F.softplus(rho.detach().double()).square().to(kept)
             gaussians[name] = Gaussian(mean.detach().clone(), variance)
         scales = {n + RHO for n in gaussians}
         points = {n: t.detach().clone() for n, t in tensors.items() if n not in gaussians and n not in scales}
