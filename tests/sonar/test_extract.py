@@ -1,5 +1,7 @@
 """Segments, batches, the cache: the same pictures however the stream is cut."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -128,9 +130,24 @@ def test_a_torn_cache_file_is_made_anew(tmp_path, write, make_tone):
     picture = make_picture(SONAR)
     whole = extract(recordings, picture, cache=tmp_path / "cache")
     file = next((tmp_path / "cache").iterdir())
-    for content in (b"", file.read_bytes()[:300], b"nonsense"):
+    good = file.read_bytes()
+    method = bytearray(good)
+    method[good.index(b"PK\x01\x02") + 10] = 99  # a way of packing that nobody knows
+    for content in (b"", good[:300], b"nonsense", bytes(method)):
         file.write_bytes(content)
         assert torch.equal(extract(recordings, picture, cache=tmp_path / "cache").inputs, whole.inputs)
+        assert file.read_bytes() == good
+
+
+def test_what_a_killed_run_left_in_the_cache_is_swept_away(tmp_path, write, make_tone):
+    old, new = tmp_path / "cache" / "old.part", tmp_path / "cache" / "new.part"
+    old.parent.mkdir()
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    extract(folder(tmp_path, write, make_tone, 1), make_picture(SONAR), cache=tmp_path / "cache")
+    assert new.exists()
+    assert not old.exists()
 
 
 def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path, write, make_tone):

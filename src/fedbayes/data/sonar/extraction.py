@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-import zipfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ from .recordings import SILENCE, Recording, Skipped, Unreadable, judge_silence, 
 
 BATCH_SAMPLES = 4_000_000  # samples pictured together: 16 MB, so memory is bounded whatever the length of a file
 SHORTEST = 0.2  # seconds: a file shorter than this is skipped, one shorter than a segment is repeated to fill it
+
+ABANDONED = 3600.0  # seconds after which a half-written file of the cache is nobody's any more
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +136,7 @@ def cached(file: Path | None, make: Callable[[], tuple[Tensor, np.ndarray]]) -> 
         try:
             with np.load(file) as stored:
                 return torch.from_numpy(stored["pictures"]), stored["starts"]
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # a torn file is made anew
+        except Exception:  # whatever is wrong with a damaged file, it is made anew
             pass
     pictures, starts = make()
     if file is not None:
@@ -145,6 +147,9 @@ def cached(file: Path | None, make: Callable[[], tuple[Tensor, np.ndarray]]) -> 
 def _write(file: Path, pictures: Tensor, starts: np.ndarray) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        for left in file.parent.glob("*.part"):  # by a run that was killed, and not by one that is writing now
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                left.unlink(missing_ok=True)
         handle, partial = tempfile.mkstemp(dir=file.parent, suffix=".part")
         try:
             with os.fdopen(handle, "wb") as f:
