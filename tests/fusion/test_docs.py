@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedbayes.errors import ConfigError
-from fedbayes.fusion import fuse, get_rule, listing, markdown_table, rules, weightings
+from fedbayes.fusion import client_weights, fuse, get_rule, get_weighting, listing, markdown_table, rules, weightings
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -17,7 +17,8 @@ def test_table_of_rules_is_current():
     page = (DOCS / "fusion.md").read_text(encoding="utf-8")
     own = [row for row in markdown_table().splitlines() if "test-" not in row and "power-mean" not in row]
     assert all(row in page for row in own)
-    assert all(f"| `{w.name}` |" in page for w in weightings())
+    own = [w.name for w in weightings() if w.name != "by-trust" and not w.name.startswith("test-")]
+    assert all(f"| `{name}` |" in page for name in own)
 
 
 def test_listing_names_everything_a_configuration_may_say():
@@ -40,3 +41,15 @@ def test_the_example_rule_works_by_name(tmp_path, monkeypatch, clients):
     sys.modules.pop("my_rules")
     with pytest.raises(ConfigError, match="cannot be imported"):
         get_rule("no_such_module:rule")
+
+
+def test_the_example_weighting_works_by_name(tmp_path, monkeypatch):
+    page = (DOCS / "adding-a-rule.md").read_text(encoding="utf-8")
+    (tmp_path / "my_weights.py").write_text(
+        re.findall(r"```python\n(# my_weights.*?)```", page, re.S)[0], encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert client_weights(get_weighting("my_weights:by-trust"), {0: 5, 2: 5}) == pytest.approx(
+        {0: 1 / 1.1, 2: 0.1 / 1.1}
+    )
+    sys.modules.pop("my_weights")

@@ -6,12 +6,13 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from fedbayes import Posterior
 from fedbayes.errors import ConfigError, PosteriorError
-from fedbayes.fusion import Accumulator, fuse, fuse_stacked, get_rule, rules
+from fedbayes.fusion import Accumulator, Rule, fuse, fuse_stacked, get_rule, register, rules
 from fedbayes.posterior import Gaussian, Refusal
 
 SUMS = [r.name for r in rules() if not r.draws]
@@ -65,9 +66,19 @@ def test_misuse_of_fuse_is_told_in_words():
         fuse(iter(GOOD), weights=[1, 2, 3])
     with pytest.raises(PosteriorError, match="1 weights were given, but there are more"):
         fuse(iter(GOOD), weights=[1])
-    for weight in (-1.0, float("nan"), float("inf")):
+    for weight in (-1.0, float("nan"), float("inf"), "a", None):
         with pytest.raises(PosteriorError, match="weight of client 1 is"):
             fuse(GOOD, weights=[1, weight])
+    for posteriors in (None, 3):
+        with pytest.raises(PosteriorError, match=f"several posteriors.*; {posteriors} was given"):
+            fuse(posteriors)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PosteriorError, match="weights is 3; give one number for each"):
+        fuse(GOOD, weights=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PosteriorError, match="previous is of type dict"):
+        fuse(GOOD, previous={})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="named by text; None is of type NoneType"):
+        fuse(GOOD, rule=None)  # pyright: ignore[reportArgumentType]
+    assert fuse(GOOD, rule=type(get_rule("ws"))).same_bits(fuse(GOOD, rule="ws"))
     complex_ = Posterior(points={"c": torch.tensor([1j])})
     with pytest.raises(Refusal, match=r"'c' has type torch\.complex64"):
         fuse([complex_], on_bad_client="stop")
@@ -205,3 +216,114 @@ def test_a_configuration_names_a_rule_of_ones_own(tmp_path, monkeypatch):
     rule = get_rule(experiment.fusion.rule, **options(experiment))
     assert (rule.name, rule.options()) == ("power-mean", {"power": 3.0})
     sys.modules.pop("my_rules", None)
+
+
+def test_clients_are_named_by_text_or_whole_numbers(tmp_path):
+    total = Accumulator("nwa", GOOD[0])
+    total.absorb(GOOD[0], np.float32(2), np.int64(3))
+    total.absorb(GOOD[1], torch.tensor(1.0), "b")
+    total.save(tmp_path / "total.safetensors")
+    assert Accumulator.load(tmp_path / "total.safetensors", GOOD[0]).weights == {3: 2.0, "b": 1.0}
+    with pytest.raises(PosteriorError, match=r"\('x', 1\) is neither"):
+        total.absorb(GOOD[0], 1, ("x", 1))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PosteriorError, match="client 2's update is of type dict"):
+        total.absorb({})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(Refusal, match="its weight is 'heavy'"):
+        total.absorb(GOOD[0], "heavy", 4)  # pyright: ignore[reportArgumentType]
+    assert [r["client"] for r in total.refused] == [4]
+
+
+def test_a_number_beyond_its_type_becomes_the_largest_one():
+    far = [one([6e4], [1.0], torch.float16), one([-6e4], [1.0], torch.float16)]
+    fused = fuse(far, rule="lp").gaussians["w"]
+    assert fused.mean.item() == 0
+    assert fused.variance.item() == torch.finfo(torch.float16).max
+
+
+def test_mean_and_variance_keep_types_of_their_own():
+    mixed = Posterior({"w": (torch.ones(2), torch.full((2,), 1e-60, dtype=torch.float64))})
+    fused = fuse([mixed] * 3, rule="conflation").gaussians["w"]
+    assert (fused.mean.dtype, fused.variance.dtype) == (torch.float32, torch.float64)
+    torch.testing.assert_close(fused.variance, mixed.gaussians["w"].variance / 3, rtol=1e-15, atol=0)
+
+
+OWN = """
+from fedbayes.fusion import Rule, register
+
+class Mean(Rule):
+    def terms(self, q, weight, pivot, address):
+        return {"mean": weight * q.mean, "variance": weight * q.variance}
+    def solve(self, total, weights, pivot):
+        return total["mean"] / weights.total, total["variance"] / weights.total
+
+@register
+class Pair(Mean):
+    name = "test-pair"
+
+@register
+class Negative(Mean):
+    name = "test-negative"
+    def solve(self, total, weights, pivot):
+        return total["mean"], -total["variance"]
+
+@register
+class Summed(Mean):
+    name = "test-summed"
+    def terms(self, q, weight, pivot, address):
+        return {"mean": (weight * q.mean).sum(), "variance": weight * q.variance}
+
+@register
+class NoDict(Mean):
+    name = "test-nodict"
+    def terms(self, q, weight, pivot, address):
+        return q
+
+@register
+class Taken(Mean):
+    name = "test-taken"
+    def terms(self, q, weight, pivot, address):
+        return {"points": q.mean}
+"""
+
+
+def test_mistakes_in_a_rule_of_ones_own_are_told_in_words(tmp_path, monkeypatch):
+    (tmp_path / "rules_with_mistakes.py").write_text(OWN)
+    (tmp_path / "rules_broken.py").write_text("def (")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert fuse(GOOD, rule="rules_with_mistakes:test-pair").same_bits(fuse(GOOD, rule="nwa"))
+    with pytest.raises(
+        PosteriorError, match="'test-negative' gave 2 of 2 weights of 'w' no finite mean or no positive"
+    ):
+        fuse(GOOD, rule="test-negative")
+    with pytest.raises(ConfigError, match=r"'mean' must be a tensor of the weights' shape \(2,\); it has shape \(\)"):
+        fuse(GOOD, rule="test-summed")
+    with pytest.raises(ConfigError, match="must return a dict of tensors, not a Gaussian"):
+        fuse(GOOD, rule="test-nodict")
+    with pytest.raises(ConfigError, match="'points' is taken"):
+        fuse(GOOD, rule="test-taken")
+    with pytest.raises(ConfigError, match=r"SyntaxError.*name it as in an import statement"):
+        get_rule("rules_broken:x")
+    with pytest.raises(ConfigError, match="does not define `solve`"):
+        register(type("Half", (Rule,), {"name": "test-half", "terms": lambda self, q, w, p, a: {}}))
+    for options in ({"floor": 0}, {"floor": -1}, {"floor": 2}, {"floor": "nan"}):
+        with pytest.raises(ConfigError, match="must be a share of the previous precision"):
+            get_rule("dwc", **options)
+    with pytest.raises(ConfigError, match="must be positive and finite"):
+        get_rule("precision", floor="inf")
+
+
+def test_what_is_no_posterior_is_told_in_words(tmp_path):
+    from safetensors.torch import save_file
+
+    t = torch.ones(2)
+    for gaussians in ({"w": t}, {"w": (t,)}, {"w": (t, t, t)}, {"w": ([1.0], [1.0])}, {"w": (t.numpy(), t.numpy())}):
+        with pytest.raises(PosteriorError, match=r"'w' is .*; a Gaussian must be a pair of torch tensors"):
+            Posterior(gaussians)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PosteriorError, match="'b' is a float; a point must be a torch tensor"):
+        Posterior(points={"b": 1.0})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PosteriorError, match="'w' is both a Gaussian and a point"):
+        Posterior({"w": Gaussian(t, t)}, {"w": t})
+    for tensors, why in (({"a": t}, "holds a tensor 'a'"), ({"mean/a": t}, "'a' needs both a mean and a variance")):
+        save_file(tensors, tmp_path / "other.safetensors")
+        with pytest.raises(PosteriorError, match=rf"other\.safetensors is not a posterior.*{why}"):
+            Posterior.load(tmp_path / "other.safetensors")

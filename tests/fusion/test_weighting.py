@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fedbayes import Posterior, kl
-from fedbayes.errors import ConfigError
+from fedbayes.errors import ConfigError, PosteriorError
 from fedbayes.fusion import client_weights, get_weighting, pairwise_kl
 
 SIZES = {3: 10, 1: 30, 7: 60, 9: 100}
@@ -72,3 +72,55 @@ def test_misuse_is_told_in_words(few):
         client_weights(dict.fromkeys(SIZES, 0), SIZES)
     assert get_weighting("max_discrepancy").uses_individuals
     assert not get_weighting("size").uses_individuals
+
+
+@pytest.mark.parametrize("name", ["max-discrepancy", "max-discrepancy-nearest", "distance"])
+def test_point_models_have_no_divergence_to_weigh_by(name):
+    points = {c: Posterior(points={"w": torch.tensor([float(c)])}) for c in SIZES}
+    with pytest.raises(ConfigError, match=f"'{name}' compares distributions, and this network has none"):
+        client_weights(name, SIZES, points, points[1])
+
+
+def test_posteriors_that_do_not_match_are_told_in_words(clients):
+    other = Posterior({"fc.weight": clients[0].gaussians["fc.weight"]})
+    short = Posterior({n: (g.mean[:1], g.variance[:1]) for n, g in clients[0].gaussians.items()})
+    for compare in (
+        lambda p: kl(clients[0], p),
+        lambda p: kl(p, clients[0]),
+        lambda p: pairwise_kl({0: clients[0], 1: p}),
+    ):
+        with pytest.raises(PosteriorError, match=r"'conv\.weight' is Gaussian in one posterior and not in the other"):
+            compare(other)
+        with pytest.raises(PosteriorError, match=r"'conv\.weight' has shapes .* in the two posteriors"):
+            compare(short)
+    assert pairwise_kl({}).shape == (0, 0)
+
+
+def test_kl_against_the_integrated_densities():
+    x = np.linspace(-30, 30, 600_001)
+    cases = [((0.3, 0.5), (-0.2, 1.7)), ((1.0, 4.0), (1.0, 0.25)), ((0.0, 1.0), (0.0, 1.0))]
+    for (mq, vq), (mp, vp) in cases:
+        log_q, log_p = (-0.5 * np.log(2 * np.pi * v) - (x - m) ** 2 / (2 * v) for m, v in ((mq, vq), (mp, vp)))
+        want = (np.exp(log_q) * (log_q - log_p)).sum() * (x[1] - x[0])
+        q, p = (
+            Posterior({"w": (torch.tensor(m), torch.tensor(v))}).to(dtype=torch.float64)
+            for m, v in ((mq, vq), (mp, vp))
+        )
+        assert float(kl(q, p)) == pytest.approx(want, abs=1e-7)
+
+
+def test_a_weighting_of_ones_own_is_found_by_module(tmp_path, monkeypatch):
+    (tmp_path / "my_weights.py").write_text(
+        "from fedbayes.fusion import Weighting, register_weighting\n"
+        "by = lambda sizes, posteriors, previous: {c: 1.0 + c for c in sizes if c != 9}\n"
+        "register_weighting(Weighting('test-trusted', (), 'table', 'mine', 'known trust', False, False, by))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = get_weighting("my_weights:test-trusted")
+    assert client_weights(own, {1: 5, 3: 5}) == {1: pytest.approx(1 / 3), 3: pytest.approx(2 / 3)}
+    with pytest.raises(ConfigError, match="'test-trusted' gave client 9 no weight"):
+        client_weights(own, SIZES)
+    with pytest.raises(ConfigError, match="module 'no_such' of the weighting 'x' cannot be imported"):
+        get_weighting("no_such:x")
+    with pytest.raises(ConfigError, match="the weight of client 3 is 'many'; weights must be numbers"):
+        client_weights({3: "many"}, {3: 1})  # pyright: ignore[reportArgumentType]

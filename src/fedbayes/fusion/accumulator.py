@@ -234,7 +234,7 @@ class Accumulator:
         mass = self.rule.mass(weight)
         for pieces in self._blocks:
             q, pivot = self.layout.flat_gaussian(posterior, pieces), self.layout.flat_gaussian(self._pivot, pieces)
-            for term in self.rule.terms(q, mass, pivot, ("trial",)).values():
+            for term in self.rule.checked_terms(q, mass, pivot, ("trial",)).values():
                 self._check_size(term, client, pieces[0].name)
         for name, t in posterior.points.items():
             self._check_size(weight * t.double(), client, name)
@@ -262,7 +262,7 @@ class Accumulator:
         mass, at = self.rule.mass(weight), 0
         for i, pieces in enumerate(self._blocks):
             q, pivot = self.layout.flat_gaussian(posterior, pieces), self.layout.flat_gaussian(self._pivot, pieces)
-            for key, term in self.rule.terms(q, mass, pivot, (*address, i)).items():
+            for key, term in self.rule.checked_terms(q, mass, pivot, (*address, i)).items():
                 self._deposit(key, term, at)
             at += q.mean.numel()
         if self.layout.points:

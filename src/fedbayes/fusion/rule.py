@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_or
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, PosteriorError, nearest
+from ..errors import ConfigError, FedBayesError, PosteriorError, nearest
 from ..posterior import Gaussian, Posterior
 from .layout import Layout
 
@@ -88,6 +88,25 @@ class Rule:
         """Return terms that suffice when the pivot is one of the clients, so that moments about it do not cancel."""
         return self.terms(q, weight, pivot, ())
 
+    def checked_terms(self, q: Gaussian, weight: Any, pivot: Gaussian, address: tuple[int | str, ...]) -> Statistics:
+        """Return the terms, or say what is wrong with them (a number too few would be added in the wrong place)."""
+        terms: Any = self.terms(q, weight, pivot, address)
+        if not isinstance(terms, dict):
+            raise ConfigError(
+                f"the rule '{self.name}': `terms` must return a dict of tensors, not a {type(terms).__name__}."
+            )
+        for key, term in terms.items():
+            if key == "points":
+                raise ConfigError(
+                    f"the rule '{self.name}': the statistic 'points' is taken by the point tensors; choose another name."
+                )
+            if not isinstance(term, Tensor) or term.shape != q.mean.shape:
+                found = f"shape {tuple(term.shape)}" if isinstance(term, Tensor) else f"type {type(term).__name__}"
+                raise ConfigError(
+                    f"the rule '{self.name}': the statistic '{key}' must be a tensor of the weights' shape {tuple(q.mean.shape)}; it has {found}."
+                )
+        return terms
+
     def solve(self, total: Statistics, weights: WeightSums, pivot: Gaussian) -> Gaussian:
         """Return the fused mean and variance of the total."""
         raise NotImplementedError
@@ -109,7 +128,7 @@ class Rule:
         terms: Statistics = {}
         if layout.gaussians:
             q, p = layout.flat_gaussian(posterior), layout.flat_gaussian(pivot)
-            terms = self.terms(q, self.mass(weight), p, (*address, 0))
+            terms = self.checked_terms(q, self.mass(weight), p, (*address, 0))
         return {**terms, "points": weight * layout.flat_points(posterior)} if layout.points else terms
 
     @staticmethod
@@ -162,6 +181,11 @@ def register(rule: R) -> R:
     """Make a rule usable by its name and aliases everywhere, including configuration files. Use as a decorator."""
     if not rule.name:
         raise ConfigError(f'{rule.__name__} has no name; set `name: ClassVar[str] = "..."`.')
+    for method in ("terms", "solve"):
+        if getattr(rule, method) is getattr(Rule, method):
+            raise ConfigError(
+                f"the rule '{rule.name}' does not define `{method}`; a rule needs both `terms` and `solve`."
+            )
     for name in (rule.name, *rule.aliases):
         owner = _NAMES.get(_key(name))
         if owner is not None and _RULES[owner].__qualname__ != rule.__qualname__:
@@ -185,14 +209,8 @@ def get_rule(name: str | Rule | type[Rule], **options: Any) -> Rule:
         return name(**_converted(name, options))
     if not isinstance(name, str | Rule):
         raise ConfigError(f"a fusion rule is named by text; {name!r} is of type {type(name).__name__}.")
-    if isinstance(name, str) and ":" in name:
-        module, name = name.split(":", 1)
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise ConfigError(
-                f"the module '{module}' of the fusion rule '{name}' cannot be imported ({error})."
-            ) from None
+    if isinstance(name, str):
+        name = own_name(name, "fusion rule")
     if isinstance(name, Rule):
         return dataclasses.replace(name, **_converted(type(name), options)) if options else name
     found = _NAMES.get(_key(name))
@@ -200,6 +218,22 @@ def get_rule(name: str | Rule | type[Rule], **options: Any) -> Rule:
         raise ConfigError(f"there is no fusion rule '{name}'; {nearest(name, _NAMES)}")
     rule = _RULES[found]
     return rule(**_converted(rule, options))
+
+
+def own_name(name: str, kind: str) -> str:
+    """Import the module of a name written ``package.module:name``, so that what it registers is known, and return the name alone."""
+    module, colon, name = name.rpartition(":")
+    if colon:
+        try:
+            importlib.import_module(module)
+        except FedBayesError:
+            raise
+        except Exception as error:  # whatever its code raises
+            raise ConfigError(
+                f"the module '{module}' of the {kind} '{name}' cannot be imported ({type(error).__name__}: {error}); "
+                f"name it as in an import statement, my_rules:{name or 'name'} for a file my_rules.py in the folder you work in."
+            ) from error
+    return name
 
 
 def _key(name: str) -> str:

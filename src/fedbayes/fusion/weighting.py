@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import ConfigError, FedBayesError, PosteriorError, nearest
 from ..posterior import Posterior, alike, kl
 from .layout import Layout
+from .rule import own_name
 
 Client = int | str
 KL_FLOOR = 1e-12
@@ -61,7 +62,8 @@ def weightings() -> tuple[Weighting, ...]:
 
 
 def get_weighting(name: str) -> Weighting:
-    """Return the weighting of that name or alias."""
+    """Return the weighting of that name or alias; ``package.module:name`` imports the module first, for weightings of your own."""
+    name = own_name(name, "weighting")
     found = _WEIGHTINGS.get(name.strip().lower().replace("_", "-"))
     if found is None:
         raise ConfigError(f"there is no weighting '{name}'; {nearest(name, _WEIGHTINGS)}")
@@ -96,7 +98,11 @@ def client_weights(
         chosen.require_gaussians((posteriors or {})[next(iter(sizes))])
     if chosen.needs_previous and previous is None:
         raise ConfigError(f"the weighting '{chosen.name}' needs the previous global posterior.")
-    return _normalised(chosen.compute(sizes, posteriors or {}, previous))
+    computed = chosen.compute(sizes, posteriors or {}, previous)
+    missing = [c for c in sizes if c not in computed]
+    if missing:
+        raise ConfigError(f"the weighting '{chosen.name}' gave client {missing[0]} no weight; it must give each one.")
+    return _normalised({c: computed[c] for c in sizes})
 
 
 def weight_of(client: Client, given: Any, error: type[FedBayesError] = PosteriorError) -> float:
@@ -196,7 +202,7 @@ register_weighting(
 )  # fmt: skip
 register_weighting(
     Weighting("max-discrepancy-nearest", (), "γₖ = max_{j≠k} 1/KL(qₖ‖qⱼ)", "Fischer 2024 eq. (20) as printed",
-              "clients with a close neighbour should count more", True, False, _discrepancy("nearest"))
+              "clients with a close neighbour should count more", True, False, _discrepancy("nearest"), True)
 )  # fmt: skip
 register_weighting(
     Weighting("distance", (), "γₖ = 1/KL(q_g‖qₖ)", "Fischer 2024 eq. (21)", "clients far from the previous global posterior should count less",
