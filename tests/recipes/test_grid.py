@@ -1,5 +1,7 @@
 """Recipes: the loader's checks, the readings, the scales."""
 
+from importlib import resources
+
 import pytest
 
 from fedbayes import config, recipes
@@ -151,6 +153,23 @@ def test_unknown_names():
         recipes.load_recipe("fischer-table-2", "medium")
     with pytest.raises(ConfigError, match="no reading 'sign'"):
         recipes.load_recipe("fischer-table-2", readings={"sign": "fisher"})
+
+
+def test_figures_shown_together_are_found_by_each_name():
+    assert recipes.load_recipe("reyes-figure-8").name == recipes.load_recipe("reyes-figure-6").name == "reyes-figure-7"
+    assert recipes.load_recipe("loomis-figure-4.4", "smoke").name == "loomis-figure-4.3"
+    with pytest.raises(ConfigError, match="did you mean 'reyes-figure-8'"):
+        recipes.load_recipe("reyes-figure8")
+
+
+def test_every_reading_has_its_reason_above_it():
+    for file in (resources.files("fedbayes.recipes") / "books").iterdir():
+        above, inside = "", False
+        for line in file.read_text(encoding="utf-8").splitlines():
+            inside = line == "[readings]" if line.startswith("[") else inside
+            if inside and "=" in line and not line.startswith("#"):
+                assert above.startswith("# "), f"{file.name}: {line}"
+            above = line
 
 
 def test_runs_are_told_apart_by_what_they_compute():

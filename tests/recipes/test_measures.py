@@ -69,6 +69,10 @@ def test_a_run_that_ended_in_no_number_differs(tmp_path):
     assert math.isnan(o.value)
     assert judge(place({}), "accuracy", 0.5, 0.1, o).word == "differs"
     assert measures.read([tmp_path / "nan"], "ece", "last") is None  # was never measured
+    partly = write(tmp_path / "partly", [0.5, 0.6, 0.1], [0.9, 0.5, None], [0.4, 0.3, None])
+    found = measures.read([partly], "accuracy", "best-validation-nll")
+    assert found is not None
+    assert found.value == 0.6  # rounds without a number are never the best
 
 
 def test_reliability_and_its_mean_over_batches(runs):
@@ -82,6 +86,16 @@ def test_reliability_and_its_mean_over_batches(runs):
     unfinished = {**done, place({"batch": 50, "rule": "fedavg"}): ([], "global")}
     unfinished[place({"batch": 50, "rule": "fedavg"})] = ([write(runs[0].parent / "c", [0.5])], "global")
     assert measures.outcome(place({"batch": "mean", "rule": "fedavg"}), "reliability", "rounds", unfinished) is None
+
+
+def test_a_predictive_variance_is_judged_at_its_own_size():
+    def word(paper: float, ours: float) -> str:
+        return judge(place({}), "predictive_variance", paper, None, Outcome(ours, math.nan, 1)).word
+
+    assert word(0.0406, 0.045) == "agrees"
+    assert word(0.0406, 0.03) == "differs"
+    assert word(6.6e-11, 3e-9) == "agrees"  # no uncertainty to speak of, either way
+    assert word(6.6e-11, 1e-3) == "differs"  # an absolute half point would have called it the same
 
 
 def test_verdicts():

@@ -63,9 +63,19 @@ def test_a_figure_finds_the_runs_of_its_table(tmp_path, data_dir):
 def test_readings_make_runs_of_their_own(tmp_path, data_dir):
     one, two = Writer(), Writer()
     only = ["batch=200 dataset=mnist rule=precision"]
-    recipes.reproduce("reyes-table-2", "quick", only, tmp_path, data_dir, run_many=one)
-    recipes.reproduce("reyes-table-2", "quick", only, tmp_path, data_dir, run_many=two, readings={"sign": "fisher"})
+    read = recipes.reproduce("reyes-table-2", "quick", only, tmp_path, data_dir, run_many=one)
+    other = recipes.reproduce(
+        "reyes-table-2", "quick", only, tmp_path, data_dir, run_many=two, readings={"sign": "fisher", "dropout": "0.25"}
+    )
     assert one.items[0][2] != two.items[0][2]
+    assert read.page.name == "reyes-table-2-quick.html"
+    assert other.page.name == "reyes-table-2-quick-sign=fisher.html"  # the first page stays; the default is no change
+    assert read.page.exists()
+
+
+def test_words_that_fit_no_cell_are_refused(tmp_path, data_dir):
+    with pytest.raises(ConfigError, match="'rule=wsx' fits no cell of fischer-table-5; a cell is called"):
+        recipes.reproduce("fischer-table-5", "quick", ["rule=ws", "rule=wsx"], tmp_path, data_dir, run_many=Writer())
 
 
 def test_cells_without_their_data_are_skipped_with_the_reason(tmp_path, data_dir):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import tomllib
@@ -19,7 +20,7 @@ from .readings import Option, take
 SCALES = ("smoke", "quick", "full")
 KINDS = ("table", "figure", "study")
 KEYS = {
-    "title", "paper", "kind", "published", "cells_of", "only", "seeds", "report", "model", "figures", "derived",
+    "also", "title", "paper", "kind", "published", "cells_of", "only", "seeds", "report", "model", "figures", "derived",
     "readings", "base", "axis", "scale", "noise", "note",
 }  # fmt: skip
 IGNORED = ("name", "checkpoint_every")
@@ -63,6 +64,13 @@ class Recipe:
     noise: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
     scale: str = "full"
+    taken: Mapping[str, str] = field(default_factory=dict)
+    """Readings taken otherwise than the recipe does."""
+
+    @property
+    def stem(self) -> str:
+        """What its page is called: name, scale, and what was read otherwise."""
+        return "-".join([self.name, self.scale, *(f"{k}={v}" for k, v in sorted(self.taken.items()))])
 
     def needs(self) -> tuple[str, ...]:
         """Return the data sets its cells read."""
@@ -88,14 +96,21 @@ def load_recipe(name: str, scale: str = "full", readings: Mapping[str, str] | No
     """Read a recipe at a scale, with other readings of its ambiguities where given."""
     if scale not in SCALES:
         raise ConfigError(f"scale '{scale}' does not exist; {nearest(scale, SCALES)}")
+    name = name if name in recipe_names() else _other_names().get(name, name)
     return parse_recipe(name, _book(name), scale, readings)
 
 
 def _book(name: str) -> dict[str, Any]:
     if name not in recipe_names():
-        raise ConfigError(f"no recipe is named '{name}'; {nearest(name, recipe_names())}")
+        raise ConfigError(f"no recipe is named '{name}'; {nearest(name, [*recipe_names(), *_other_names()])}")
     text = (resources.files("fedbayes.recipes") / "books" / f"{name}.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
+
+
+@functools.cache
+def _other_names() -> dict[str, str]:
+    """Return the recipes by the figures that they show beside the one they are named after."""
+    return {other: name for name in recipe_names() for other in _book(name).get("also", ())}
 
 
 def parse_recipe(
@@ -117,6 +132,7 @@ def parse_recipe(
             f"{source}: kind '{table.get('kind')}' does not exist; {nearest(str(table.get('kind')), KINDS)}"
         )
     chosen = {**table.get("readings", {}), **_mine(table, readings, source)}
+    taken = {k: v for k, v in chosen.items() if v != table.get("readings", {}).get(k)}
     options = take(chosen, source)
     published = load_published(table["published"]) if table.get("published") else None
     cells = _cells(table, options, source)
@@ -129,7 +145,7 @@ def parse_recipe(
         name=name, title=table["title"], paper=table["paper"], kind=table["kind"], cells=tuple(cells),
         seeds=int(table.get("seeds", 1)) if scale == "full" else 1, report=report, readings=chosen, published=published,
         derived=derived, figures=tuple(table.get("figures", ())), noise=dict(table.get("noise", {})),
-        note=table.get("note", ""), scale=scale,
+        note=table.get("note", ""), scale=scale, taken=taken,
     )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def read(paths: Sequence[Path], metric: str, report: str, model: str = "global")
 
 
 def _until_best(path: Path, run: Series, model: str) -> Series:
-    judged = [(m["nll"], r) for r, m in series(path, model, "validation")]
+    judged = [(m["nll"], r) for r, m in series(path, model, "validation") if m.get("nll") is not None]
     best = min(judged)[1] if judged else math.inf
     return [(r, m) for r, m in run if r <= best]
 
@@ -164,11 +164,14 @@ NOISE = {
     "accuracy": 0.005,
     "nll": 0.01,
     "ece": 0.005,
-    "predictive_variance": 0.005,
+    "predictive_variance": 1e-5,
     "reliability": 0.005,
     "rounds": 5.0,
 }
 """Least combined spread by metric: below it two runs of one and the same thing differ (Fischer's own noise floor)."""
+
+RELATIVE = {"predictive_variance": 0.1}
+"""The same as a share of the printed number, for metrics printed from 1e-11 to 0.1."""
 
 AGREES_WITHIN = 2.0
 """A difference of at most this many combined spreads counts as agreement."""
@@ -196,7 +199,8 @@ def judge(at: Coordinates, metric: str, paper: float, spread: float | None, ours
     if ours is None:
         return Verdict(at, metric, paper, spread, None, math.nan, "not run")
     mine = 0.0 if math.isnan(ours.spread) else ours.spread
-    combined = max(math.hypot(spread or 0.0, mine), {**NOISE, **(noise or {})}.get(metric, 0.0), 1e-12)
+    least = max({**NOISE, **(noise or {})}.get(metric, 0.0), RELATIVE.get(metric, 0.0) * abs(paper))
+    combined = max(math.hypot(spread or 0.0, mine), least, 1e-12)
     difference = (ours.value - paper) / combined
     return Verdict(
         at, metric, paper, spread, ours, difference, "agrees" if abs(difference) <= AGREES_WITHIN else "differs"

@@ -102,8 +102,8 @@ def write_page(
     out: Path,
     changed: bool = False,
 ) -> Path:
-    """Write ``NAME-SCALE.html`` and its numbers as CSV beside it; return the page's path."""
-    stem = f"{recipe.name}-{recipe.scale}"
+    """Write ``NAME-SCALE.html`` (readings taken otherwise in its name) and its numbers as CSV beside it; return its path."""
+    stem = recipe.stem
     _write_csv(verdicts, out / f"{stem}.csv")
     body = [
         f"<h1>{escape(recipe.title)}</h1>",
