@@ -124,6 +124,14 @@ def test_an_update_a_hundred_times_too_large_is_refused_where_moves_are_compared
         lambda record: record.update({"posterior-1": ArrayRecord({"mean.float32": Array("float32", [4], "numpy.ndarray", b"junk")})}),
         lambda record: record["update-1"].pop("metric-names"),
         lambda record: record["update-1"].update({"client": 2}),
+        lambda record: record["update-1"].update({"run": 7}),
+        lambda record: record["update-1"].update({"round": 2}),
+        lambda record: record["update-1"].update({"examples": -5}),
+        lambda record: record["update-1"].update({"examples": "many"}),
+        lambda record: record["update-1"].update({"metric-names": ["loss"], "metric-values": ["low"]}),
+        lambda record: record["update-1"].update({"metric-values": [1.0]}),
+        lambda record: record["posterior-1-layout"].update({"layout": '[["gaussian","a","float32",[4294967296,4294967296]]]'}),
+        lambda record: record.update({"error-1": ConfigRecord({"client": "me"})}),
         lambda record: record.clear(),
     ],
 )  # fmt: skip
@@ -137,6 +145,18 @@ def test_a_torn_answer_is_a_failure_of_that_client_alone(spoil):
     (event,) = rounds_of(federation)
     assert event["clients"] == [0, 2]
     assert [f["client"] for f in event["engine"]["failures"]] == [BAD]
+
+
+@pytest.mark.parametrize("changes", [{}, {"fusion__max_update": 10.0}])
+def test_weights_by_size_use_what_the_census_said_and_not_what_an_answer_claims(changes):
+    def tamper(record, config):
+        if config["partition-id"] == BAD:
+            record["update-1"]["examples"] = 10**9
+
+    boasting, _ = over_grid(small(rounds=1, **changes), grid_of(3, tampered(tamper)))
+    honest, _ = over_grid(small(rounds=1, **changes), grid_of(3))
+    assert boasting.run().same_bits(honest.run())
+    assert rounds_of(boasting)[0]["examples"] == 240
 
 
 def test_an_answer_for_somebody_elses_client_is_ignored():
@@ -208,6 +228,29 @@ def test_another_model_layout_is_refused_with_both_layouts_named():
     (sentence,) = [s for s in said if "is refused" in s]
     assert "(24, 64)" in sentence
     assert "(16, 64)" in sentence
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({"sizes": [10**9]}, "holds 1000000000 examples of client 1 and the server 80"),
+        ({"sizes": [-5]}, "cannot be read"),
+        ({"clients": [99]}, "client 99, and the experiment has clients 0 to 2"),
+        ({"clients": [1, 1], "sizes": [80, 80]}, "cannot be read"),
+        ({"clients": ["1"]}, "cannot be read"),
+        ({"placed": "yes"}, "cannot be read"),
+    ],
+)
+def test_a_census_that_cannot_be_true_is_refused(told, reason):
+    def app(message, context):
+        reply = client_app(message, context)
+        if message.metadata.message_type == "query" and context.node_config["partition-id"] == BAD:
+            reply.content["census"].update(told)
+        return reply
+
+    federation, _ = over_grid(small(), grid_of(3, app))
+    with pytest.raises(RunError, match=f"was refused .*{reason}"):
+        federation.run()
 
 
 def test_a_node_that_runs_another_app_is_refused():

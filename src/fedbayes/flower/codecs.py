@@ -8,6 +8,7 @@ rounding is a known share of the uncertainty itself: they are for the way up; th
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -276,7 +277,7 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _count(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape, dtype=np.int64)) if shape else 1
+    return math.prod(shape)
 
 
 def _flat(tensor: Tensor) -> Tensor:

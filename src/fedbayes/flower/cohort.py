@@ -37,7 +37,8 @@ class FlowerCohort:
     """The clients of one federation, hosted on Flower nodes; implements ``fedbayes.cohort.Cohort``.
 
     ``layout`` is that of the first global posterior: nodes whose network differs are refused. ``clients`` is how many
-    the experiment has; ``classes`` and ``shape`` describe the network's task to nodes with their own data.
+    the experiment has, and ``sizes`` how many examples each holds where the experiment shares them out (None: not checked);
+    ``classes`` and ``shape`` describe the network's task to nodes with their own data.
     ``say`` is told, in sentences, of nodes that come, fail or are refused.
     """
 
@@ -55,6 +56,7 @@ class FlowerCohort:
         clients: int,
         classes: int,
         shape: Sequence[int],
+        sizes: Sequence[int] | None = None,
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -70,7 +72,7 @@ class FlowerCohort:
             }
         )
         get_codec(experiment.transport.wire)
-        self.registry = Registry(clients, layout, experiment.transport.nodes)
+        self.registry = Registry(clients, layout, experiment.transport.nodes, sizes)
         self._trained: dict[int, int] = {}
         self._start: tuple[Posterior, RecordDict] | None = None  # the round's global posterior, encoded once
         self._statistics: dict[str, Any] = {}
@@ -271,17 +273,30 @@ class Round:
             answered.add(client)
             if client in self.arrived:
                 continue  # its assignment had been sent twice
-            if isinstance(found, Update):
+            if isinstance(found, Update) and (objection := self._objection(found)):
+                self._fail(client, f"{label}: {objection}")
+            elif isinstance(found, Update):
                 sent = (f"posterior-{client}", f"posterior-{client}-layout", f"update-{client}")
                 share_out(self.traffic, [client], "up", payload_bytes(reply.content, sent))
                 self.arrived[client] = out.node
                 self.failures.pop(client, None)
                 self.lost.discard(client)
-                yield found
+                yield replace(
+                    found, examples=self.cohort.registry.sizes[client]
+                )  # as the census said: weights use that
             else:
                 self._fail(client, f"{label}: {found[1]}")
         for client in set(out.clients) - answered:
             self._fail(client, f"{label}: its answer does not mention this client")
+
+    def _objection(self, update: Update) -> str:
+        """Why an update is no answer to its assignment; empty when it is."""
+        asked = self.assignments[update.client]
+        if (update.round, update.run) != (asked.round, asked.run):
+            return f"its answer is for round {update.round} of run {update.run}, not round {asked.round} of run {asked.run}"
+        if update.examples < 1:
+            return f"it says that it trained on {update.examples} examples"
+        return ""
 
     def _lose(self, client: int, reason: str) -> None:
         self.lost.add(client)

@@ -21,6 +21,8 @@ from ..posterior import Posterior
 from ..seeds import numpy_rng
 from .codecs import Layout, get_codec
 
+LONGEST = 500
+"""Characters of a node's sentence that are kept."""
 _PLAIN = [f.name for f in dataclasses.fields(Assignment) if f.name not in ("start", "prior")]
 
 
@@ -119,23 +121,33 @@ def take_updates(record: RecordDict, start: Posterior) -> Iterator[Update | tupl
     A posterior that cannot even be put together is such a reason; one that is whole but wrong (NaN, other names)
     is an update like any other and is judged by the round loop.
     """
-    for _, plain in _numbered(record, "error"):
-        yield int(plain["client"]), str(plain["reason"])  # type: ignore[arg-type]
+    for number, plain in _numbered(record, "error"):
+        yield number, str(plain.get("reason", "it gave no reason"))[:LONGEST]
     for number, plain in _numbered(record, "update"):
         try:
-            names, values = plain["metric-names"], plain["metric-values"]
-            update = Update(
-                client=int(plain["client"]),  # type: ignore[arg-type]
-                round=int(plain["round"]),  # type: ignore[arg-type]
-                posterior=take_posterior(record, f"posterior-{number}", start),
-                examples=int(plain["examples"]),  # type: ignore[arg-type]
-                metrics=dict(zip(names, values)),  # type: ignore[arg-type]
-                run=int(plain["run"]),  # type: ignore[arg-type]
-            )
-        except (FedBayesError, KeyError, TypeError, ValueError) as error:
-            yield number, str(error)
+            update = _update(record, number, plain, start)
+        except (FedBayesError, TypeError, ValueError) as error:
+            yield number, str(error)[:LONGEST]
             continue
         yield update
+
+
+def _update(record: RecordDict, number: int, plain: ConfigRecord, start: Posterior) -> Update:
+    names, values = plain.get("metric-names"), plain.get("metric-values")
+    if not isinstance(names, list) or not isinstance(values, list) or len(names) != len(values):
+        raise PosteriorError("the update's metrics cannot be read.")
+    if not all(isinstance(n, str) for n in names) or not all(isinstance(v, float) for v in values):
+        raise PosteriorError("the update's metrics are not names and numbers.")
+    client, round, examples, run = (_whole(plain, name) for name in ("client", "round", "examples", "run"))
+    posterior = take_posterior(record, f"posterior-{number}", start)
+    return Update(client, round, posterior, examples, dict(zip(names, values)), run)  # type: ignore[arg-type]
+
+
+def _whole(plain: ConfigRecord, name: str) -> int:
+    value = plain.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise PosteriorError(f"the update's '{name}' is {value!r}, which is no whole number.")
+    return value
 
 
 def payload_bytes(record: RecordDict, only: Iterable[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flwr.app import ConfigRecord, RecordDict
@@ -35,11 +35,12 @@ class Registry:
     """Learns from census replies which node hosts which clients.
 
     ``total`` clients exist in the experiment; the registry is complete when each has a node (or when ``nodes``
-    nodes have come, if that is asked for). After that, clients and sizes are fixed; nodes may come and go.
+    nodes have come, if that is asked for). After that, clients and sizes are fixed; nodes may come and go. ``expected``
+    are the sizes that clients have by the server's own reckoning: a node that finds others has other data.
     """
 
-    def __init__(self, total: int, layout: Layout, nodes: int = 0) -> None:
-        self.total, self.layout, self.nodes = total, layout, nodes
+    def __init__(self, total: int, layout: Layout, nodes: int = 0, expected: Sequence[int] | None = None) -> None:
+        self.total, self.layout, self.nodes, self.expected = total, layout, nodes, expected
         self.members: dict[int, Member] = {}
         self.refused: dict[int, str] = {}
         self.stamps: dict[int, str] = {}
@@ -109,9 +110,25 @@ class Registry:
             theirs = Layout.parse(str(about["layout"]))
         except PosteriorError:
             return "its model layout cannot be read."
-        if len(_numbers(about["clients"])) != len(_numbers(about["sizes"])) or not isinstance(about["own-data"], bool):
+        clients, sizes = _numbers(about["clients"]), _numbers(about["sizes"])
+        if len(clients) != len(sizes) or len(set(clients)) != len(clients) or min((*clients, *sizes), default=0) < 0:
             raise ValueError
-        return layout_difference(theirs, self.layout, "it", "the server")
+        if not isinstance(about["own-data"], bool) or not isinstance(about["placed"], bool):
+            raise TypeError
+        said = layout_difference(theirs, self.layout, "it", "the server")
+        return said or ("" if about["own-data"] else self._other_data(dict(zip(clients, sizes))))
+
+    def _other_data(self, sizes: Mapping[int, int]) -> str:
+        """Say where a node's shards of the experiment's data are not the server's; empty when they are."""
+        for client, size in sizes.items():
+            if client >= self.total:
+                return f"it hosts client {client}, and the experiment has clients 0 to {self.total - 1}."
+            if self.expected is not None and size != self.expected[client]:
+                return (
+                    f"it holds {size} examples of client {client} and the server {self.expected[client]}: their data "
+                    "(or data-dir) differ."
+                )
+        return ""
 
     def _place(self, member: Member) -> list[str]:
         """Put a node's clients into the book; the newest claim wins once the run is under way."""
@@ -203,4 +220,6 @@ class Registry:
 
 
 def _numbers(values: object) -> tuple[int, ...]:
-    return tuple(int(v) for v in values)  # type: ignore[attr-defined]
+    if not isinstance(values, list) or not all(isinstance(v, int) for v in values):
+        raise TypeError(f"{values!r} are no whole numbers")
+    return tuple(values)

@@ -132,6 +132,7 @@ def cohort_of(grid: Grid, setup: Setup) -> FlowerCohort:
         clients=len(setup.shards),
         classes=len(setup.dataset.classes),
         shape=tuple(setup.dataset.train.inputs.shape[1:]),
+        sizes=[len(shard) for shard in setup.shards],
         say=say,
     )
 

@@ -8,6 +8,7 @@ difference from the previous global ones.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -136,7 +137,7 @@ class RelativeAccumulator:
         self, rule: Rule, reference: Posterior, *, bound: float = 0.0, noise: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:  # fmt: skip
-        self.relative, self.reference, self.rule = Relative(rule, reference), reference, rule
+        self.relative, self.reference, self.rule = Relative(_keeping_previous(rule), reference), reference, rule
         self.bound, self.noise, self.generator = bound, noise, generator
         self.weights: dict[int, float] = {}
         self.clipped: int | None = 0
@@ -168,23 +169,26 @@ class RelativeAccumulator:
             )
             total = total + self.noise * drawn
         posterior, record = self.relative.conclude(total, self.weights)
-        posterior, kept = _mend(posterior, self.reference)
-        record["repaired"] = (record.get("repaired") or 0.0) + kept
         if self.about:
             record["privacy"] = {**self.about, "clipped": self.clipped}
         return Fused(posterior, record)
 
 
-def _mend(posterior: Posterior, reference: Posterior) -> tuple[Posterior, float]:
-    """Keep the previous Gaussian wherever the new one is none; return the share of weights kept."""
-    gaussians, kept, count = {}, 0, 0
-    for name, g in posterior.gaussians.items():
-        old = reference.gaussians[name]
-        least = 1e-12 * old.variance
-        bad = ~(torch.isfinite(g.mean) & torch.isfinite(g.variance) & (g.variance > least))
-        gaussians[name] = Gaussian(torch.where(bad, old.mean, g.mean), torch.where(bad, old.variance, g.variance))
-        kept, count = kept + int(bad.sum()), count + bad.numel()
-    return Posterior(gaussians, posterior.points, posterior.metadata), kept / max(1, count)
+class _KeepsPrevious(Rule):
+    """Mixed into a rule whose total carries noise: where that leaves no Gaussian, the previous one (the pivot) stays."""
+
+    def mend(self, fused: Gaussian, pivot: Gaussian) -> tuple[Gaussian, Tensor | None]:
+        fused, mask = super().mend(fused, pivot)
+        least, most = 1e-12 * pivot.variance, 1e30  # in units of the previous variance and sigma
+        bad = ~((fused.mean.abs() < most) & (fused.variance > least) & (fused.variance < most))
+        kept = Gaussian(torch.where(bad, pivot.mean, fused.mean), torch.where(bad, pivot.variance, fused.variance))
+        return kept, bad if mask is None else bad | mask
+
+
+def _keeping_previous(rule: Rule) -> Rule:
+    kind = type(rule)
+    values = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
+    return type(kind.__name__, (_KeepsPrevious, kind), {})(**values)
 
 
 def refuse_unless_sum(experiment: Experiment, options: Mapping[str, str] | None = None) -> Rule:
