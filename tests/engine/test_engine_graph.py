@@ -10,7 +10,7 @@ import torch
 
 from fedbayes import nn as fnn
 from fedbayes.engine import LocalCohort
-from fedbayes.engine.graph import GraphLoop, lanes_as_channels, pieces
+from fedbayes.engine.graph import GraphLoop, Program, lanes_as_channels, pieces
 from fedbayes.engine.packing import pack
 from fedbayes.experiment import Engine, Local
 
@@ -56,6 +56,34 @@ def test_the_captured_moment_of_fixed_lanes(make: MakeCohort):
     for key, update in plain.items():
         for name, g in update.posterior.gaussians.items():
             torch.testing.assert_close(found[key].posterior.gaussians[name].variance, g.variance, rtol=2e-3, atol=1e-9)
+
+
+def test_a_part_of_unequal_clients_each_round(make: MakeCohort, monkeypatch):
+    """One program for all rounds, of a width at which nine tenths of the steps of such rounds do real work."""
+    built = []
+    real = Program.__init__
+    monkeypatch.setattr(Program, "__init__", lambda self, *a: (built.append(a[2]), real(self, *a))[1])
+    rng = np.random.default_rng(4)
+    sizes = np.maximum(1, rng.dirichlet(np.full(100, 0.3)) * 3000).astype(int)
+    shards = [np.arange(n) % 300 for n in sizes]
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    local = Local(batch_size=16)
+    cohort = make(model, shards, 10, local)
+    cohort._loops[10] = GraphLoop(cohort.setting, 10, compiled=False, clients=sizes.tolist())
+    done = real_steps = 0
+    for round in range(1, 13):
+        chosen = np.random.default_rng(round).choice(100, 10, replace=False)
+        work = [
+            replace(a, client=int(c), round=round) for a, c in zip(assign(start_of(model), 10), chosen, strict=True)
+        ]
+        found = train(cohort, [replace(a, epochs=1) for a in work])
+        assert {client for _, client in found} == set(chosen)
+        done += cohort.statistics()["lane_steps"]
+        real_steps += cohort.statistics()["real_lane_steps"]
+    assert len(built) == 1
+    assert 1 < built[0] < 10
+    assert real_steps >= 0.85 * done  # 0.9 is of 20 launches drawn beforehand
+    assert cohort.statistics()["lanes"] == built[0]
 
 
 def test_pieces_keep_every_step():

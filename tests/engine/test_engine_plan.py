@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbayes.engine.packing import IDLE, block_size, lane_steps, narrowest, pack
+from fedbayes.engine.packing import IDLE, block_size, lane_steps, pack, widest
 from fedbayes.engine.plan import draw_batches
 from fedbayes.errors import ConfigError, DataError
 from fedbayes.seeds import numpy_rng
@@ -101,7 +101,7 @@ def test_dirichlet_clients_keep_nine_tenths_of_the_lane_steps_busy():
         sizes = np.maximum(1, (rng.dirichlet(np.full(100, 0.1)) * 50_000).astype(int))
         lengths = [-(-int(n) // 32) for n in sizes]
         block = block_size(lengths)
-        width = narrowest(lengths, 30, block=block)
+        width = widest([lengths], 30, block=block)
         packed = pack(lengths, width, block=block, compact=False)
         assert width > 1
         assert sum(lengths) >= 0.9 * lane_steps(packed), (seed, width)

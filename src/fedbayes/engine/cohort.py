@@ -72,6 +72,7 @@ class LocalCohort:
         self._memories: dict[tuple[int, int], Memory] = {}
         self._statistics: dict[str, Any] = {}
         self._loops: dict[int, Any] = {}
+        self._shape: Sequence[int] | None = None
 
     # -- the protocol ----------------------------------------------------------------------------------------
 
@@ -109,18 +110,19 @@ class LocalCohort:
             if outcome.memory is not None:
                 self._memories[a.run, a.client] = outcome.memory
             yield self._update(outcome, started)
-        self._measure(loop, jobs, lanes, time.perf_counter() - started)
+        self._measure(loop, jobs, time.perf_counter() - started)
 
     def statistics(self) -> dict[str, Any]:
         """Return what the last ``train`` cost."""
         return dict(self._statistics)
 
     def state(self) -> dict[str, Any]:
-        """Return the chosen number of lanes and the optimisers that persist."""
+        """Return the chosen number of lanes, what was chosen with it, and the optimisers that persist."""
         memories = {f"{run}/{client}": m for (run, client), m in self._memories.items()}
         return {
             "lanes": self._lanes,
             "workers": self._workers,
+            "shape": list(getattr(self._loops.get(self._lanes), "shape", None) or self._shape or ()),
             "optimizers": {key: {"steps": m.steps, "rows": dict(m.rows)} for key, m in memories.items()},
         }
 
@@ -129,6 +131,7 @@ class LocalCohort:
         if self._lanes == 0 and state.get("lanes"):
             self._lanes, self._why = int(state["lanes"]), "as in the checkpoint"
             self._workers = int(state.get("workers") or self._workers or 1)
+        self._shape = state.get("shape") or None
         self._memories = {}
         for key, kept in state.get("optimizers", {}).items():
             run, client = key.split("/")
@@ -160,8 +163,11 @@ class LocalCohort:
             if lanes == 1:
                 several = self._workers > 1
                 self._loops[lanes] = ProcessLoop(self.setting, self._workers) if several else PlainLoop(self.setting)
+            elif graph:
+                clients = [len(shard) for run in self.shards for shard in run]
+                self._loops[lanes] = GraphLoop(self.setting, lanes, clients=clients, shape=self._shape)
             else:
-                self._loops[lanes] = (GraphLoop if graph else LaneLoop)(self.setting, lanes)
+                self._loops[lanes] = LaneLoop(self.setting, lanes)
         return self._loops[lanes]
 
     def _update(self, outcome: Outcome, started: float) -> Update:
@@ -178,12 +184,12 @@ class LocalCohort:
         }
         return Update(a.client, a.round, outcome.posterior, len(outcome.job.shard), metrics, a.run)
 
-    def _measure(self, loop: Loop, jobs: Sequence[Job], lanes: int, seconds: float) -> None:
+    def _measure(self, loop: Loop, jobs: Sequence[Job], seconds: float) -> None:
         steps = [job.steps(self.setting.local) for job in jobs]
         plain = isinstance(loop, (PlainLoop, ProcessLoop))
         done = sum(steps) if plain else loop.lane_steps
         self._statistics = {
-            "lanes": lanes,
+            "lanes": getattr(loop, "lanes", 1),
             "workers": loop.workers if isinstance(loop, ProcessLoop) else 1,
             "why": self._why,
             "steps": sum(steps) if plain else loop.steps,

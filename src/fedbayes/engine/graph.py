@@ -8,26 +8,28 @@ change lanes between replays by row copies, so nothing is compiled or captured a
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import RunError
 from ..posterior import Posterior
 from .lane_layers import with_lane_layers
+from .lanes import noise_seed
+from .memory import fewer_lanes, out_of_memory
 from .optimizers import corrected_second_moment, lane_update, second_half
-from .packing import IDLE, Segment, block_size, lane_steps, narrowest, pack
+from .packing import IDLE, Segment, block_size, lane_steps, pack, widest
 from .plan import Batches
 from .rows import Rows
-from .setting import Job, Outcome, Setting, with_moment
+from .setting import Job, Outcome, Setting, on, with_moment
 from .stacked import StackedModel
 
 _LEAST_CAPACITY = 256  # steps that the device's plan holds at least; longer launches are run in pieces
 _WARM_UP = 3
+_DRAWS = 20  # launches that are drawn to choose the width where not all clients take part
 
 
 class Left(NamedTuple):
@@ -154,30 +156,44 @@ class Program:
 
 
 class GraphLoop:
-    """Trains jobs on lanes of fixed width with a compiled, captured step (``compiled`` False: the same steps, eagerly)."""
+    """Trains jobs on lanes of fixed width with a compiled, captured step (``compiled`` False: the same steps, eagerly).
 
-    def __init__(self, setting: Setting, lanes: int, compiled: bool = True) -> None:
-        self.setting, self.lanes, self.compiled = setting, lanes, compiled
+    ``clients`` are the numbers of examples of all clients there are; ``shape`` (width, steps in a graph, steps in a plan)
+    is chosen at the first launch unless given.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        lanes: int,
+        compiled: bool = True,
+        clients: Sequence[int] = (),
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        self.setting, self.asked, self.compiled, self.clients = setting, lanes, compiled, clients
         self.model = StackedModel(setting)
         if setting.device.type == "cuda" and setting.bf16:
             with_lane_layers(self.model.model)
         self.programs: dict[tuple[bool, bool, bool], Program] = {}
-        self.shape: tuple[int, int, int] | None = None  # width, block, capacity
+        self.shape = None if shape is None else (shape[0], shape[1], shape[2])
         self.compile_seconds = 0.0
         self.lane_steps = self.real_lane_steps = self.steps = 0
+
+    @property
+    def lanes(self) -> int:
+        """Lanes in use: at most those asked for."""
+        return self.asked if self.shape is None else self.shape[0]
 
     def train(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """Train every job; the updates come when all are done, since nothing waits for the device before."""
         lengths = [job.steps(self.setting.local) for job in jobs]
-        program = self._program(jobs, lengths)
-        segments = pack(lengths, program.width, block=program.block, compact=False)
-        self.steps = sum(segment.steps for segment in segments)
-        self.lane_steps, self.real_lane_steps = lane_steps(segments), sum(lengths)
         devices = [self.setting.device] if self.setting.device.type == "cuda" else []
-        from .lanes import noise_seed
-
-        program.rows.forget()
-        with torch.random.fork_rng(devices=devices):
+        with on(self.setting.device), torch.random.fork_rng(devices=devices):
+            program = self._program(jobs, lengths)
+            segments = pack(lengths, program.width, block=program.block, compact=False)
+            self.steps = sum(segment.steps for segment in segments)
+            self.lane_steps, self.real_lane_steps = lane_steps(segments), sum(lengths)
+            program.rows.forget()
             torch.manual_seed(noise_seed(jobs))
             launch = _Launch(program, jobs, lengths)
             for piece in pieces(segments, program.capacity):
@@ -186,39 +202,48 @@ class GraphLoop:
 
     def _program(self, jobs: Sequence[Job], lengths: Sequence[int]) -> Program:
         """Return the program for this kind of launch, compiling it the first time; fewer lanes where memory is short."""
-        if self.shape is None:
-            block = block_size(lengths)
-            width = narrowest(lengths, self.lanes, block=block)
-            steps = sum(s.steps for s in pack(lengths, width, block=block, compact=False))
-            self.shape = width, block, max(_LEAST_CAPACITY, steps)
+        shape = self.shape or self._choose(jobs[0], lengths)
         a = [job.assignment for job in jobs]
         kind = (any(x.prior is not None for x in a), any(x.proximal != 0 for x in a), any(x.l2 != 0 for x in a))
         begun = time.perf_counter()
         while kind not in self.programs:
-            width, block, capacity = self.shape
+            self.shape = shape
             try:
-                program = Program(self.model, jobs, width, block, capacity)
-                if self.compiled:
-                    program.build()
-                self.programs[kind] = program
+                self.programs[kind] = self._built(jobs)
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+            if kind not in self.programs:
+                self.programs.clear()
+                shape = (fewer_lanes(shape[0]), *shape[1:])
+            else:
                 self.compile_seconds += time.perf_counter() - begun
-            except torch.cuda.OutOfMemoryError:
-                self._narrow(width)
         return self.programs[kind]
 
-    def _narrow(self, width: int) -> None:
+    def _built(self, jobs: Sequence[Job]) -> Program:
         assert self.shape is not None
-        self.programs.clear()
-        torch.cuda.empty_cache()
-        if width == 1:
-            raise RunError(
-                "the GPU's memory does not hold a single lane of this network; use a smaller local.batch_size."
-            )
-        warnings.warn(
-            f"{width} lanes do not fit the GPU's memory; going on with {width // 2}.", RuntimeWarning, stacklevel=2
-        )
-        self.lanes = width // 2
-        self.shape = (width // 2, *self.shape[1:])
+        program = Program(self.model, jobs, *self.shape)
+        if self.compiled:
+            program.build()
+        return program
+
+    def _choose(self, job: Job, lengths: Sequence[int]) -> tuple[int, int, int]:
+        """Return width, steps in a graph and steps in a plan that suit launches like this one.
+
+        Where only a part of the clients takes part, such launches are drawn from all of them: the first round's clients may
+        be long or short by chance, and the width stays.
+        """
+        launches = [lengths]
+        if len(lengths) < len(self.clients):
+            everyone = [replace(job, shard=range(n)).steps(self.setting.local) for n in self.clients if n]
+            rng = np.random.default_rng(0)
+            launches = [
+                rng.choice(everyone, min(len(lengths), len(everyone)), replace=False).tolist() for _ in range(_DRAWS)
+            ]
+        block = block_size([length for lengths in launches for length in lengths])
+        width = widest(launches, self.asked, block=block)
+        packed = [pack(lengths, width, block=block, compact=False) for lengths in launches]
+        return width, block, max(_LEAST_CAPACITY, *(sum(s.steps for s in segments) for segments in packed))
 
 
 class _Launch:

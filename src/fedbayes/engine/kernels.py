@@ -217,7 +217,7 @@ def normalize(
         if RESIDUAL:
             v += tl.load(residual + place, mask=used, other=0.0).to(tl.float32)
         if RELU:
-            v = tl.maximum(v, 0.0)
+            v = tl.where(v < 0, 0.0, v)  # and no maximum, which would turn a NaN into 0
         tl.store(y + place, v.to(y.dtype.element_ty), mask=used)
 
 

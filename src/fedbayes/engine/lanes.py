@@ -14,8 +14,9 @@ from torch import Tensor
 from ..posterior import Posterior
 from ..seeds import derive
 from .fused import FusedAdam
+from .memory import fewer_lanes, out_of_memory
 from .optimizers import corrected_second_moment, lane_update, second_half
-from .packing import Segment, lane_steps, pack
+from .packing import Segment, pack
 from .plan import Batches
 from .rows import Rows
 from .setting import Job, Outcome, Setting, with_moment
@@ -33,11 +34,23 @@ class LaneLoop:
         self.lane_steps = self.real_lane_steps = self.steps = 0
 
     def train(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
-        """Train every job and yield each when it is done."""
-        lengths = [job.steps(self.setting.local) for job in jobs]
-        segments = pack(lengths, self.lanes)
-        self.steps = sum(segment.steps for segment in segments)
-        self.lane_steps, self.real_lane_steps = lane_steps(segments), sum(lengths)
+        """Train every job and yield each when it is done; what a GPU's memory does not hold begins anew on fewer lanes."""
+        left = list(jobs)
+        self.lane_steps = self.steps = 0
+        self.real_lane_steps = sum(job.steps(self.setting.local) for job in jobs)
+        while left:
+            try:
+                for outcome in self._launch(left):
+                    left = [job for job in left if job is not outcome.job]
+                    yield outcome
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+            if left:
+                self.lanes = fewer_lanes(min(self.lanes, len(left)))
+
+    def _launch(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+        segments = pack([job.steps(self.setting.local) for job in jobs], self.lanes)
         run = _Run(self, Rows(self.setting, jobs, min(self.lanes, len(jobs))), jobs)
         seed = noise_seed(jobs)
         devices = [self.setting.device] if self.setting.device.type == "cuda" else []
@@ -45,6 +58,8 @@ class LaneLoop:
             with torch.random.fork_rng(devices=devices):  # the caller may draw between two updates
                 torch.manual_seed(derive(seed, number))
                 done = run.segment(segment)
+            self.steps += segment.steps
+            self.lane_steps += segment.steps * len(segment.jobs)
             yield from done
 
 

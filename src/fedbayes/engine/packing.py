@@ -69,14 +69,15 @@ def lane_steps(segments: Sequence[Segment]) -> int:
     return sum(segment.steps * len(segment.jobs) for segment in segments)
 
 
-def narrowest(lengths: Sequence[int], lanes: int, *, block: int = 1, occupancy: float = 0.9) -> int:
-    """Return the widest fixed width up to ``lanes`` at which at least ``occupancy`` of the lane-steps do real work.
+def widest(launches: Sequence[Sequence[int]], lanes: int, *, block: int = 1, occupancy: float = 0.9) -> int:
+    """Return the widest fixed width up to ``lanes`` at which at least ``occupancy`` of these launches' lane-steps do real work.
 
     With clients of unequal size the longest one sets the number of steps; lanes beyond total / longest only idle.
     """
-    real = sum(lengths)
-    for width in range(min(lanes, len(lengths)), 1, -1):
-        if real >= occupancy * lane_steps(pack(lengths, width, block=block, compact=False)):
+    real = sum(map(sum, launches))
+    for width in range(min(lanes, max(map(len, launches))), 1, -1):
+        packed = (pack(lengths, width, block=block, compact=False) for lengths in launches)
+        if real >= occupancy * sum(map(lane_steps, packed)):
             return width
     return 1
 

@@ -21,7 +21,7 @@ from ..seeds import derive
 from .lane_layers import with_lane_layers
 from .layout import StateLayout
 from .members import forward_members, stacked
-from .setting import resolve_device, starting_state
+from .setting import on, resolve_device, starting_state
 
 SERVER = -1
 Draws = Literal["per_example", "per_pass"]
@@ -68,7 +68,7 @@ def predict(
     evaluator = _evaluator(model, engine, draws, batch_size, len(inputs))
     devices = [evaluator.device] if evaluator.device.type == "cuda" else []
     moved = transform.to(evaluator.device)
-    with torch.random.fork_rng(devices=devices):
+    with on(evaluator.device), torch.random.fork_rng(devices=devices):
         if several and len(posteriors) > 1 and evaluator.lanes:
             return evaluator.members(posteriors, inputs, moved, samples, tuple(seed_address))
         found = [evaluator(p, inputs, moved, samples, (*seed_address, number)) for number, p in enumerate(posteriors)]

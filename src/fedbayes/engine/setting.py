@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +39,11 @@ def resolve_device(name: str) -> torch.device:
             raise ConfigError(f"engine.device is '{name}', but this machine has {count} CUDA devices; use cpu or auto.")
         return torch.device("cuda", device.index or 0)
     return device
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a CUDA device is the current one: captures and kernels of our own run on that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True)
