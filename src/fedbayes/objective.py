@@ -125,6 +125,11 @@ def _zero(parameters: Mapping[str, Tensor]) -> Tensor:
     return next(iter(parameters.values())).new_zeros(())
 
 
+def _wide(t: Tensor) -> Tensor:
+    """``t`` in at least float32: sums over all weights have no room in 16 bits."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
 def gaussian_kl(
     parameters: Mapping[str, Tensor], prior_mean: Mapping[str, Tensor], prior_variance: Mapping[str, Tensor]
 ) -> Tensor:
@@ -136,9 +141,9 @@ def gaussian_kl(
     """
     total = _zero(parameters)
     for name in gaussian_names(parameters):
-        precision = prior_variance[name].rsqrt()
-        ratio = F.softplus(parameters[name + RHO]) * precision
-        shift = (parameters[name] - prior_mean[name]) * precision
+        precision = _wide(prior_variance[name]).rsqrt()
+        ratio = F.softplus(_wide(parameters[name + RHO])) * precision
+        shift = (_wide(parameters[name]) - prior_mean[name]) * precision
         total = total + (0.5 * (ratio.square() + shift.square() - 1) - ratio.log()).sum()
     return total
 
@@ -154,7 +159,7 @@ def squared_weights(parameters: Mapping[str, Tensor]) -> Tensor:
     for name, t in parameters.items():
         point = name not in gaussian and not name.endswith(RHO)
         if point and t.dim() > 1 and "bias" not in name.rpartition(".")[2]:
-            total = total + t.square().sum()
+            total = total + _wide(t).square().sum()
     return total
 
 
@@ -167,7 +172,7 @@ def proximal_point(parameters: Mapping[str, Tensor], anchor: Mapping[str, Tensor
     total = _zero(parameters)
     for name, t in parameters.items():
         if name not in gaussian and not name.endswith(RHO):
-            total = total + 0.5 * (t - anchor[name]).square().sum()
+            total = total + 0.5 * (_wide(t) - anchor[name]).square().sum()
     return total
 
 
@@ -178,7 +183,7 @@ def proximal_kl(parameters: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) 
     held and uncertain ones may move; it also holds the sigmas, which a distance between means would let run.
     """
     names = gaussian_names(parameters)
-    variance = {n: F.softplus(anchor[n + RHO]).square() for n in names}
+    variance = {n: F.softplus(_wide(anchor[n + RHO])).square() for n in names}
     return gaussian_kl(parameters, anchor, variance)
 
 
@@ -217,6 +222,11 @@ def make_terms(
     a narrow one (1, or near the means' own spread) holds both, which wide layers with few data per weight need.
     ``l2`` and ``proximal`` force a term in (True) or out (False); by default it is there when its coefficient is not 0.
     """
+    if not 0 < assignment.divisor < math.inf:
+        raise ConfigError(f"the divisor of the KL is {assignment.divisor}; it counts examples and is positive.")
+    for term in ("kl_weight", "l2", "proximal"):
+        if not 0 <= getattr(assignment, term) < math.inf:
+            raise ConfigError(f"{term} is {getattr(assignment, term)}; a term's weight is 0 or more, and finite.")
     some = next(iter(parameters.values()))
     scalar = torch.zeros((), dtype=torch.float32, device=some.device)
     names = gaussian_names(parameters)
@@ -252,9 +262,10 @@ def prior_stds(names: Sequence[str], default: float, by_layer: Mapping[str, floa
             raise ConfigError(f"prior by layer: no Gaussian weight matches '{pattern}'; there are: {', '.join(names)}")
     for name in names:
         stds[name] = next((s for pattern, s in by_layer.items() if _matches(name, pattern)), default)
-        if not 0 < stds[name] < math.inf:
+        if not 1e-15 <= stds[name] <= 1e15:
             raise ConfigError(
-                f"prior_std of '{name}' is {stds[name]}; a prior's standard deviation is positive and finite."
+                f"prior_std of '{name}' is {stds[name]}; a prior's standard deviation is positive and between 1e-15 and "
+                "1e15, so that squares of it are numbers."
             )
     return stds
 
@@ -274,9 +285,13 @@ def _prior_tensors(
                 f"the prior's '{name}' has shape {tuple(prior.gaussians[name].mean.shape)}, "
                 f"the network's {tuple(parameters[name].shape)}."
             )
-        if not (prior.gaussians[name].variance > 0).all():
-            raise PosteriorError(f"the prior's '{name}' has a variance of 0; every KL to it is infinite.")
-    like = {n: {"device": parameters[n].device, "dtype": parameters[n].dtype} for n in names}
+        variance = prior.gaussians[name].variance
+        if not ((variance > 0) & (variance < math.inf)).all():
+            worst = variance[~((variance > 0) & (variance < math.inf))][0].item()
+            raise PosteriorError(f"the prior's '{name}' has a variance of {worst:g}; a KL needs positive, finite ones.")
+    like = {
+        n: {"device": t.device, "dtype": torch.promote_types(t.dtype, torch.float32)} for n, t in parameters.items()
+    }
     return (
         {n: prior.gaussians[n].mean.detach().to(**like[n]) for n in names},
         {n: prior.gaussians[n].variance.detach().to(**like[n]) for n in names},
@@ -316,7 +331,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None = None)
     Computed in float32 whatever the network ran in.
     """
     flat = logits.float().reshape(-1, logits.shape[-1])
-    samples = flat.shape[0] // labels.shape[0]
+    samples = logits.shape[:-2].numel()
     losses = F.cross_entropy(flat, labels.repeat(samples), reduction="none").reshape(samples, -1).mean(0)
     if weights is None:
         return losses.mean()

@@ -44,6 +44,21 @@ def test_kl_is_torchs_summed_over_all_weights() -> None:
     assert kl(posterior, prior).item() == pytest.approx(expected.item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("prior_std", [1e-3, 10.0])
+def test_penalties_of_sixteen_bit_networks_are_summed_in_thirty_two(dtype: torch.dtype, prior_std: float) -> None:
+    parameters = {n: t.to(dtype) for n, t in network().items()}
+    wide = {n: t.double() for n, t in parameters.items()}
+    fields = {"prior_std": prior_std, "l2": 0.1, "proximal": 0.2, "divisor": 7.0}
+    terms = objective.make_terms(assignment(**fields), parameters)
+    moved = {n: (t * 1.25).to(dtype) for n, t in wide.items()}
+    exact_terms = objective.make_terms(assignment(**fields), wide)
+    value = objective.penalty(moved, terms)
+    assert value.dtype == torch.float32
+    expected = objective.penalty({n: t.double() for n, t in moved.items()}, exact_terms)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
 def test_kl_of_the_prior_itself_is_zero_even_in_float32() -> None:
     parameters = {n: t.float() for n, t in network().items()}
     terms = objective.make_terms(assignment(prior=nn.to_posterior(parameters)), parameters)
@@ -364,8 +379,17 @@ def test_impossible_objectives_are_refused() -> None:
     with pytest.raises(ConfigError, match="no room"):
         objective.make_terms(assignment(prior=nn.to_posterior(parameters)), parameters, prior_std={"fc*": 1.0})
     points = {n: Gaussian(g.mean, torch.zeros_like(g.mean)) for n, g in nn.to_posterior(parameters).gaussians.items()}
-    with pytest.raises(PosteriorError, match=r"'conv1\.weight' has a variance of 0"):
+    with pytest.raises(PosteriorError, match=r"'conv1\.weight' has a variance of 0;"):
         objective.make_terms(assignment(prior=Posterior(points)), parameters)
+    for std in (1e-30, 1e30, 1e200, math.nan):
+        with pytest.raises(ConfigError, match="between 1e-15 and 1e15"):
+            objective.make_terms(assignment(prior_std=std), parameters)
+    for field, value in {"divisor": 0.0, "kl_weight": math.nan, "l2": -1.0, "proximal": math.inf}.items():
+        with pytest.raises(ConfigError, match=f"{field} .*is {value}"):
+            objective.make_terms(assignment(**{field: value}), parameters)
+    endless = {n: Gaussian(g.mean, torch.full_like(g.mean, math.inf)) for n, g in points.items()}
+    with pytest.raises(PosteriorError, match=r"'conv1\.weight' has a variance of inf;"):
+        objective.make_terms(assignment(prior=Posterior(endless)), parameters)
     with pytest.raises(ConfigError, match="did you mean 'shared'"):
         objective.client_prior("sharedd", 1.0, None, 2)
     wrong = nn.posterior_of(nn.build("cnn", input_shape=(1, 8, 8), width=8))

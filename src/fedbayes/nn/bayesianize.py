@@ -68,15 +68,15 @@ def bayesianize(
 ) -> nn.Module:
     """Return a copy of a network with its linear and convolutional layers made Bayesian; the original is untouched.
 
-    ``kind``: ``flipout``, ``local``, ``sample`` (weights become means, with constant ``sigma``) or ``dropout``
-    (masks after each convolution and before each linear layer, on in evaluation too; where the network has dropout
-    layers of its own and ``where`` is empty, those are kept on instead and none are added; dropout that is no layer, as
-    inside attention and recurrent layers, is reported). ``deterministic`` gives a plain copy. ``where`` chooses layers
-    by name (empty: all). Layers used in several places stay one layer. A subclass that leaves ``forward`` to torch keeps
-    its own methods. Normalisation, pooling, activations and the code of ``forward`` are not touched. Weights that are used where no layer
-    can be replaced (``F.conv2d`` with a parameter, also in a helper function or with another layer's weight; attention;
-    subclasses with their own ``forward``) raise the warning ``NotConverted``, one sentence each; ``survey`` lists them
-    without converting.
+    ``kind``: ``flipout``, ``local``, ``sample`` (weights become means, with constant ``sigma``) or ``dropout`` (masks
+    after each convolution and before each linear layer, on in evaluation too; where the network has dropout layers of
+    its own and ``where`` is empty, those are kept on instead and none are added; dropout that is no layer, as inside
+    attention and recurrent layers, is reported). ``deterministic`` gives a plain copy. ``where`` chooses layers by
+    name (empty: all). Layers used in several places stay one layer. A subclass that leaves ``forward`` to torch keeps
+    its own methods. Normalisation, pooling, activations and the code of ``forward`` are not touched. Weights that are
+    used where no layer can be replaced (``F.conv2d`` with a parameter, also in a helper function or with another
+    layer's weight; attention; subclasses with their own ``forward``) raise the warning ``NotConverted``, one sentence
+    each; ``survey`` lists them without converting.
     """
     if kind != "deterministic" and kind not in LAYERS:
         raise ConfigError(f"'{kind}' is no kind of network; {nearest(kind, ['deterministic', *LAYERS])}")
