@@ -91,12 +91,12 @@ def run(arguments: list[str]) -> int:
     parsed = split_help(p, arguments)
     if parsed is None:
         return 0
-    from . import runner
-    from .progress import Progress
-
     options, extra = parsed
     _remember(options.data_dir)
     experiment = experiment_from(options.experiment, extra)
+    from . import runner
+    from .progress import Progress
+
     if options.central:
         experiment = central(experiment)
     listeners: list[Callable[..., None]] = [] if options.quiet else [Progress(experiment.rounds, experiment.name)]
@@ -167,13 +167,13 @@ def compare(arguments: list[str]) -> int:
     parsed = split_help(p, arguments)
     if parsed is None:
         return 0
+    options, extra = parsed
+    _remember(options.data_dir)
+    base = experiment_from(options.experiment, extra)
     from . import compare as grids
     from . import runner
     from .progress import Progress
 
-    options, extra = parsed
-    _remember(options.data_dir)
-    base = experiment_from(options.experiment, extra)
     root = Path(options.out) if options.out else runner.DEFAULT_ROOT / f"compare-{base.name}"
     cells = grids.grid(base, grids.parse_vary(options.vary), options.seeds, root)
     bar = None if options.quiet else Progress(sum(c.experiment.rounds for c in cells), base.name)
@@ -234,12 +234,13 @@ def partition(arguments: list[str]) -> int:
     parsed = split_help(p, arguments)
     if parsed is None:
         return 0
+    options, extra = parsed
+    _remember(options.data_dir)
+    experiment = experiment_from(options.experiment, extra)
     from .data import render
     from .setup import holdings, prepare
 
-    options, extra = parsed
-    _remember(options.data_dir)
-    setup = prepare(experiment_from(options.experiment, extra), data_dir=options.data_dir)
+    setup = prepare(experiment, data_dir=options.data_dir)
     print(render(holdings(setup), setup.dataset.classes))
     if options.picture:
         from .report import partition_figure
@@ -317,9 +318,7 @@ def deploy(arguments: list[str]) -> int:
     from .flower.deploy import rehearse
     from .progress import Progress
     from .rundir import fresh_directory
-    from .setup import check_names
 
-    check_names(experiment)
     out = Path(options.out) if options.out else fresh_directory(runner.DEFAULT_ROOT, experiment.name)
     result = rehearse(
         experiment, nodes=options.nodes, run_dir=out, insecure=options.insecure, resume=options.resume,

@@ -190,10 +190,14 @@ def rows(cells: Sequence[Cell]) -> list[Row]:
 HEADINGS = {"accuracy": "accuracy %", "nll": "NLL", "ece": "ECE %", "sigma": "mean sigma", "epistemic": "epistemic"}
 
 
-def render(table: Sequence[Row], columns: Sequence[str] = ("accuracy", "nll", "ece", "sigma", "epistemic")) -> str:
-    """Return the table as text: mean ± standard deviation over seeds."""
+def render(
+    table: Sequence[Row],
+    columns: Sequence[str] = ("accuracy", "nll", "ece", "sigma", "epistemic"),
+    heading: str = "run",
+) -> str:
+    """Return the table as text: mean ± standard deviation over seeds; ``heading`` says what a row is."""
     body = [[row.label, *(_cell(row, c) for c in columns)] for row in table]
-    return align(["rule", *(HEADINGS.get(c, c) for c in columns)], body)
+    return align([heading, *(HEADINGS.get(c, c) for c in columns)], body)
 
 
 def _cell(row: Row, metric: str) -> str:

@@ -193,8 +193,12 @@ def coerce(key: Key, value: Any, source: str) -> Any:
         raise ConfigError(f"{source}: '{key.name}' is a single value, not a table (found {inner}).")
     try:
         return _convert(key.type, value)
-    except (ValueError, TypeError):
-        raise ConfigError(f"{source}: '{key.name}' must be {_describe(key.type)}, not {value!r}.") from None
+    except (ValueError, TypeError, OverflowError):
+        words = f"{source}: '{key.name}' must be {_describe(key.type)}, not {value!r}"
+        close: list[str] = []
+        if get_origin(key.type) is Literal and isinstance(value, str):
+            close = difflib.get_close_matches(value.lower(), typing.get_args(key.type), n=1, cutoff=0.5)
+        raise ConfigError(f"{words}; did you mean '{close[0]}'?" if close else f"{words}.") from None
 
 
 def _convert(kind: Any, value: Any) -> Any:
@@ -222,10 +226,11 @@ def _items(value: Any) -> list[Any]:
 def _to_bool(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    return _WORDS[value.lower()] if isinstance(value, str) and value.lower() in _WORDS else _refuse(value)
+    return WORDS[value.lower()] if isinstance(value, str) and value.lower() in WORDS else _refuse(value)
 
 
-_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+"""How a command line says true and false."""
 
 
 def _to_int(value: Any) -> int:
@@ -258,8 +263,8 @@ def _describe(kind: Any) -> str:
         return "one of " + ", ".join(str(a) for a in typing.get_args(kind))
     if origin is tuple:
         inner = typing.get_args(kind)
-        count = "a list" if Ellipsis in inner else f"a list of {len(inner)}"
-        return f"{count} of {_describe(inner[0]).removeprefix('a ').removeprefix('an ')}s"
+        count = "a list of" if Ellipsis in inner else f"a list of {len(inner)}"
+        return f"{count} {_describe(inner[0]).removeprefix('a ')}s"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind]
 
 
@@ -273,7 +278,8 @@ _RANGES: list[tuple[str, typing.Callable[[Any], bool], str]] = [
      "model.width objective.kl_anneal local.momentum local.weight_decay local.clip_norm objective.l2 "
      "objective.proximal objective.kl_weight privacy.clip privacy.noise fusion.max_update participation.deadline "
      "fusion.server_momentum local.sigma_learning_rate sonar.low sonar.high transport.nodes transport.wait", lambda v: v >= 0, "0 or more"),
-    ("local.learning_rate partition.alpha objective.prior_std model.sigma local.eps distill.learning_rate "
+    ("objective.prior_std model.sigma", lambda v: 1e-18 <= v <= 1e18, "between 1e-18 and 1e18 (float32 holds its square)"),
+    ("local.learning_rate partition.alpha local.eps distill.learning_rate "
      "distill.dirichlet_alpha distill.sharpen fusion.server_learning_rate sonar.seconds schedule.decay schedule.factor",
      lambda v: v > 0, "greater than 0"),
     ("participation.fraction participation.quorum", lambda v: 0 < v <= 1, "greater than 0 and at most 1"),
@@ -324,6 +330,15 @@ def _contradictions(e: Experiment) -> Iterator[str]:
             f"'data.validation', 'pretrain.fraction' and 'distill.fraction' together take {taken:g} of the training "
             "data; they must leave some to the clients (below 1)."
         )
+
+
+def checked(experiment: Experiment, source: str = "experiment") -> Experiment:
+    """Return an experiment that was put together in Python with every value checked and typed as from a file."""
+    for name in sections():
+        given, kind = getattr(experiment, name), type(getattr(Experiment(), name))
+        if not isinstance(given, kind):
+            raise ConfigError(f"{source}: '{name}' must be a fedbayes.experiment.{kind.__name__}(...), not {given!r}.")
+    return override(Experiment(), flatten(experiment), source)
 
 
 def get(experiment: Experiment, name: str) -> Any:

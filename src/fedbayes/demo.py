@@ -41,7 +41,7 @@ def run_demo(out: Path, rounds: int | None = None) -> int:
     compare.run_grid(cells, listeners=lambda cell: [bar])
     bar.close()
     rows = compare.rows(cells)
-    print(compare.render(rows))
+    print(compare.render(rows, heading="rule"))
     print("\n" + verdict(rows))
     compare.write_csv(rows, out / "table.csv")
     page = write_report(*(c.path for c in cells), out=out / "report.html")

@@ -305,9 +305,10 @@ class Federation:
         needed = max(1, math.ceil(self.experiment.participation.quorum * len(current.clients) - 1e-9))
         missing = sorted(set(current.clients) - set(current.arrived))
         if not current.arrived or (missing and len(current.arrived) + len(current.refused) < needed):
-            reasons = "; ".join(
-                f"client {r['client']}: {r['tensor']} {r['reason']}" for r in [*current.refused, *failures]
-            )
+            why = [f"client {r['client']}: {r['tensor']} {r['reason']}" for r in [*current.refused, *failures]]
+            reasons = "; ".join(why[:3]) + (f"; and {len(why) - 3} more" if len(why) > 3 else "")
+            if len(why) >= len(current.clients) and all("NaN" in w or "infinite" in w for w in why):
+                reasons += "; where training diverges, lower 'local.learning_rate'"
             raise RunError(
                 f"round {current.number}: {len(current.arrived)} of {len(current.clients)} clients gave a usable update, "
                 f"{needed} are needed ('participation.quorum'); missing: {missing[:20]}"

@@ -20,8 +20,13 @@ class Parser(argparse.ArgumentParser):
 
 def experiment_from(name: str, extra: Sequence[str]) -> Any:
     """Read the experiment and apply ``--key value`` overrides (tyro's spelling: dots, dashes or underscores)."""
-    base = config.read(name)
-    return config.override(base, _overrides(extra), "command line")
+    base, changes = config.read(name), _overrides(extra)
+    experiment = config.override(base, changes, "command line")
+    from .setup import check_names
+
+    own = {f"{key}.{config.PRINCIPAL[key]}" if key in config.PRINCIPAL else key for key in changes}
+    check_names(experiment, lambda key: "command line" if key in own else f"'{name}'")
+    return experiment
 
 
 def _overrides(arguments: Sequence[str]) -> dict[str, Any]:
@@ -74,4 +79,23 @@ def split_help(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[a
         positional = [a for a in arguments[:1] if not a.startswith("-")]
         _help_with_fields(parser, positional[0] if positional else None)
         return None
-    return parser.parse_known_args(arguments)
+    return parser.parse_known_args(_overrides_last(parser, arguments))
+
+
+def _overrides_last(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:
+    """Move overrides that stand before the experiment's name behind it: there each has one value, a switch may have none."""
+    own, known = parser._option_string_actions, config.keys()
+    mine: list[str] = []
+    moved: list[str] = []
+    rest = list(arguments)
+    while rest and rest[0].startswith("--"):
+        flag, equals, _ = rest[0].partition("=")
+        key = known.get(flag[2:].replace("-", "_").replace(".no_", "."))
+        if flag in own:
+            count = 1 if equals or own[flag].nargs == 0 else 2
+        else:
+            switch = key is not None and key.type is bool and rest[1:2] and rest[1].lower() not in config.WORDS
+            count = 1 if equals or switch else 2
+        (mine if flag in own else moved).extend(rest[:count])
+        rest = rest[count:]
+    return [*mine, *rest, *moved]

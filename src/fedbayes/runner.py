@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from . import seeds
+from . import config, seeds
 from .cohort import Assignment, Cohort
 from .data import Dataset
 from .engine import LocalCohort, resolve_device
@@ -164,7 +164,7 @@ def mean_sigma(events: Sequence[Mapping[str, Any]]) -> float:
 
 
 def run(
-    experiment: Experiment,
+    experiment: Experiment | str | Path,
     out: str | Path | None = None,
     *,
     resume: bool = False,
@@ -176,7 +176,7 @@ def run(
     write: bool = True,
     track: str | None = None,
 ) -> Result:
-    """Run one experiment and return its result.
+    """Run one experiment (or the built-in or TOML file of that name) and return its result.
 
     ``out`` is the run directory (default: a fresh one under ``runs/``); ``write=False`` writes nothing at all;
     ``resume=True`` continues the run that ``out`` holds. ``dataset`` and ``model`` are your own, see ``prepare``.
@@ -184,6 +184,8 @@ def run(
     """
     if resume and out is None:
         raise RunError("nothing to resume: name the run directory with --out (out=).")
+    if isinstance(experiment, str | Path):
+        experiment = config.read(experiment)
     setup = prepare(experiment, data_dir=data_dir, dataset=dataset, model=model)
     cohort = local_cohort([setup])
     make_federation(setup, cohort, None)  # what cannot be is refused here, before a directory is made for it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from .data import (
 )  # fmt: skip
 from .data.partition import SCHEMES
 from .engine import resolve_device
-from .errors import ConfigError, nearest
+from .errors import ConfigError, FedBayesError, nearest
 from .experiment import Experiment
 from .federation import options
 from .fusion import get_rule, get_weighting
@@ -85,6 +86,7 @@ def prepare(
         experiment = _named(experiment, "data", f"python:{dataset.name}")
     if model is not None:
         experiment = _named(experiment, "model", f"python:{type(model).__qualname__}")
+    experiment = config.checked(experiment)
     check_names(experiment)
     if dataset is None:
         dataset = load(experiment.data, sonar=experiment.sonar, data_dir=data_dir, seed=experiment.seed)
@@ -229,21 +231,31 @@ def partition_json(setup: Setup) -> dict[str, Any]:
     return {"clients": clients, "classes": list(setup.dataset.classes)}
 
 
-def check_names(experiment: Experiment) -> None:
-    """Refuse names that nothing is registered under (rule, weighting, scheme, network, data set), before any work."""
-    get_rule(experiment.fusion.rule, **options(experiment))
-    get_weighting(experiment.fusion.weighting)
-    if experiment.partition.scheme not in SCHEMES:
-        raise ConfigError(
-            f"'partition.scheme' {experiment.partition.scheme!r} does not exist; "
-            f"{nearest(experiment.partition.scheme, SCHEMES)}"
-        )
-    if ":" not in experiment.model.name and experiment.model.name not in NETWORKS:
-        raise ConfigError(
-            f"'model.name' {experiment.model.name!r} is no network; {nearest(experiment.model.name, NETWORKS)}"
-        )
-    if not experiment.data.name.startswith("python:"):
-        get_source(experiment.data.name)
+def check_names(experiment: Experiment, source: Callable[[str], str] | None = None) -> None:
+    """Refuse names that nothing is registered under (rule, weighting, scheme, network, data set), before any work.
+
+    ``source`` says where a key's value was read, for the sentence.
+    """
+    e = experiment
+    for key, look_up in (
+        ("fusion.rule", lambda: get_rule(e.fusion.rule)),
+        ("fusion.options", lambda: get_rule(e.fusion.rule, **options(e))),
+        ("fusion.weighting", lambda: get_weighting(e.fusion.weighting)),
+        ("partition.scheme", lambda: _registered("partition scheme", e.partition.scheme, SCHEMES)),
+        ("model.name", lambda: ":" in e.model.name or _registered("network", e.model.name, NETWORKS)),
+        ("data.name", lambda: e.data.name.startswith("python:") or get_source(e.data.name)),
+        ("data.ood", lambda: not e.data.ood or get_source(e.data.ood)),
+        ("distill.data", lambda: not e.distill.data or get_source(e.distill.data)),
+    ):
+        try:
+            look_up()
+        except FedBayesError as error:
+            raise ConfigError(f"{f'{source(key)}: ' if source else ''}'{key}': {error}") from None
+
+
+def _registered(what: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise ConfigError(f"there is no {what} '{name}'; {nearest(name, known)}")
 
 
 def share_a_launch(a: Setup, b: Setup) -> bool:

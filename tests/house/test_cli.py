@@ -1,5 +1,8 @@
 """The command line: overrides, sentences for mistakes, exit codes; help that explains every field."""
 
+import subprocess
+import sys
+
 import pytest
 
 from fedbayes import cli, config
@@ -58,7 +61,14 @@ def test_central_training_is_one_client(tmp_path):
         (["run", "digits", "--alpha", "1"], "'partition.alpha'"),
         (["run", "digits", "--rounds", "many"], "whole number"),
         (["run", "digits", "--rounds"], "needs a value"),
-        (["run", "digits", "--fusion.rule", "nwaa"], "'nwa'"),
+        (["run", "digits", "--fusion.rule", "nwaa"], "command line: 'fusion.rule': there is no fusion rule 'nwaa'"),
+        (
+            ["run", "digits", "--model", "resnet21"],
+            "command line: 'model.name': there is no network 'resnet21'; did you",
+        ),
+        (["run", "digits", "--fusion.options", "a=b"], "'fusion.options': the rule 'nwa' has no option 'a'"),
+        (["run", "digits", "--data.ood", "mnits"], "'data.ood': no data set is called 'mnits': did you mean 'mnist'?"),
+        (["run", "--rounds", "digits"], "--rounds needs a value"),
         (["run", "digits", "--data.name", "mnist", "--data-dir", "/nowhere"], "mnist"),
         (["run", "digits", "stray"], "'stray'"),
         (["run", "digits", "--resume"], "--out"),
@@ -91,6 +101,50 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(arguments, words, tmp_path
     assert error.count("\n") == 1
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_a_file_gets_wrong_is_said_with_the_file(tmp_path, capsys):
+    (tmp_path / "mine.toml").write_text('[partition]\nscheme = "dirichlett"\n')
+    assert cli.main(["run", str(tmp_path / "mine.toml"), "--fusion", "ws"]) == 2
+    error = capsys.readouterr().err
+    assert f"'{tmp_path / 'mine.toml'}': 'partition.scheme': there is no partition scheme 'dirichlett'" in error
+    assert "did you mean 'dirichlet'?" in error
+
+
+def test_overrides_may_stand_before_the_experiment():
+    from fedbayes.overrides import Parser, split_help
+
+    p = Parser(prog="fedbayes run", allow_abbrev=False)
+    p.add_argument("experiment")
+    p.add_argument("--out")
+    p.add_argument("--quiet", action="store_true")
+    words = [
+        "--quiet",
+        "--rounds",
+        "3",
+        "--out",
+        "x",
+        "--local.keep-state",
+        "--distill.no-refresh-batchnorm",
+        "digits",
+        "--seed=4",
+    ]
+    parsed = split_help(p, words)
+    assert parsed is not None
+    options, extra = parsed
+    assert (options.experiment, options.out, options.quiet) == ("digits", "x", True)
+    e = experiment_from("digits", extra)
+    assert (e.rounds, e.seed, e.local.keep_state, e.distill.refresh_batchnorm) == (3, 4, True, False)
+
+
+def test_a_command_that_computes_nothing_does_not_wait_for_torch():
+    code = (
+        "import sys; from fedbayes.cli import main; main(['--help']); main(['--version']);"
+        "main(['run', 'digits', '--rounds', '0']); main(['experiments']); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")
+    assert "'rounds' must be at least 1" in done.stderr
 
 
 def test_overrides_in_every_spelling():

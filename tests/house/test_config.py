@@ -48,8 +48,9 @@ def test_any_values_survive_toml(seed, lr, name, classes, keep):
         ("rounds = 0", ["rounds", "at least 1"]),
         ("[local]\nlearning_rate = -1", ["local.learning_rate", "greater than 0"]),
         ("[local]\nlearning_rate = nan", ["local.learning_rate", "a number"]),
-        ("[local]\nbetas = [0.9]", ["local.betas", "list of 2"]),
-        ("[model]\nkind = 'flipot'", ["model.kind", "flipout"]),
+        ("[local]\nbetas = [0.9]", ["local.betas", "a list of 2 numbers"]),
+        ("[model]\nkind = 'Flippout'", ["model.kind", "did you mean 'flipout'?"]),
+        ("[objective]\nprior_std = 1e-30", ["objective.prior_std", "1e-18"]),
         ("[fusion.rule]\na = 1", ["fusion.rule", "single value"]),
         ("[data]\nvalidation = 1.0", ["data.validation", "below 1"]),
         ("[data]\nvalidation = 0.6\n[pretrain]\nfraction = 0.5", ["pretrain.fraction", "1.1"]),
@@ -88,6 +89,21 @@ def test_strings_from_the_command_line_are_converted():
         Experiment(), {"rounds": "7", "local.betas": "0.8,0.9", "local.keep_state": "true", "data.exclude_classes": ""}
     )
     assert (e.rounds, e.local.betas, e.local.keep_state, e.data.exclude_classes) == (7, (0.8, 0.9), True, ())
+
+
+def test_experiments_put_together_in_python_are_checked_like_files():
+    from fedbayes.experiment import Fusion, Local
+
+    e = config.checked(Experiment(rounds="7", local=Local(betas=[0.8, 0.9])))  # type: ignore[arg-type]
+    assert (e.rounds, e.local.betas) == (7, (0.8, 0.9))
+    for wrong, words in (
+        ({"rounds": -5}, "'rounds' must be at least 1"),
+        ({"local": Local(epochs="many")}, "'local.epochs' must be a whole number"),
+        ({"fusion": "nwa"}, r"'fusion' must be a fedbayes.experiment.Fusion\(...\), not 'nwa'"),
+        ({"local": Fusion()}, "'local' must be a fedbayes.experiment.Local"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            config.checked(Experiment(**wrong))  # type: ignore[arg-type]
 
 
 def test_builtin_experiments_are_valid_and_named_alike():

@@ -117,6 +117,16 @@ def test_quorum():
         make({"rounds": 1, "participation.quorum": 0.1}, Known(silent={0, 1, 2})).run()
 
 
+def test_a_round_that_diverges_everywhere_says_so_briefly():
+    def nowhere(q):
+        return Posterior({"w": (q.gaussians["w"].mean * math.nan, q.gaussians["w"].variance)}, q.points)
+
+    sizes = dict.fromkeys(range(50), 5)
+    with pytest.raises(RunError, match=r"client 2: .*; and 47 more; where training diverges, lower") as caught:
+        make({"rounds": 1}, Known(sizes, spoil=dict.fromkeys(sizes, nowhere))).run()
+    assert len(str(caught.value)) < 600
+
+
 def test_a_fraction_of_100_clients_is_drawn_without_replacement_by_round():
     e = config.override(Experiment(), {"participation.fraction": 0.1})
     sizes = dict.fromkeys(range(100), 5)
