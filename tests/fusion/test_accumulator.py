@@ -81,6 +81,23 @@ def test_pure_functions_agree_with_the_accumulator(rule, clients, previous):
 
 
 @pytest.mark.parametrize("rule", [n for n in NAMES if not get_rule(n).draws])
+def test_a_total_handed_in_is_checked(rule, clients, previous):
+    """As masked sums come: a statistic too few, of another model, or of clients that are in it already."""
+    chosen = get_rule(rule)
+    total, sums = Accumulator(rule, previous, previous), chosen.summarize(clients[0], 1.0, previous)
+    key = next(iter(sums))
+    with pytest.raises(PosteriorError, match=f"lacks the statistic '{key}' of the rule '{rule}'"):
+        total.add_total({k: t for k, t in sums.items() if k != key}, {0: 1})
+    with pytest.raises(PosteriorError, match=f"'{key}' has 16 numbers where the model has 17"):
+        total.add_total({**sums, key: sums[key][1:]}, {0: 1})
+    total.add_total(sums, {0: 1})
+    with pytest.raises(PosteriorError, match="client 0 is in both totals"):
+        total.add_total(sums, {0: 1})
+    fused = total.conclude().posterior
+    torch.testing.assert_close(fused.gaussians["fc.weight"].mean, clients[0].gaussians["fc.weight"].mean)
+
+
+@pytest.mark.parametrize("rule", [n for n in NAMES if not get_rule(n).draws])
 def test_stacked_agrees(rule, clients, previous):
     name, start = "conv.weight", previous.gaussians["conv.weight"]
     means = torch.stack([q.gaussians[name].mean for q in clients])
@@ -89,6 +106,23 @@ def test_stacked_agrees(rule, clients, previous):
     want = fuse(clients, rule=rule, weights=WEIGHTS, previous=previous).gaussians[name]
     torch.testing.assert_close(got.mean, want.mean, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(got.variance, want.variance, rtol=1e-6, atol=0)
+
+
+def test_misuse_of_stacked_is_told_in_words(previous):
+    m, v = torch.zeros(3, 4), torch.ones(3, 4)
+    for bad in (previous, Gaussian(m[0, :2], v[0, :2]), Gaussian(m, v)):
+        with pytest.raises(PosteriorError, match=r"previous must be a Gaussian .* shape \(4,\)"):
+            fuse_stacked(m, v, rule="dwc", previous=bad)
+    for bad in (m.int(), m.numpy(), [1.0]):
+        with pytest.raises(PosteriorError, match="floating-point torch tensors"):
+            fuse_stacked(bad, bad)
+    with pytest.raises(PosteriorError, match=r"shapes \(3, 4\) and \(3, 2\)"):
+        fuse_stacked(m, v[:, :2])
+    for weights in ("abc", [1, None, 2]):
+        with pytest.raises(PosteriorError, match="give 3 finite weights"):
+            fuse_stacked(m, v, weights)
+    assert not fuse_stacked(m.requires_grad_(), v).mean.requires_grad  # no graph is kept
+    assert fuse_stacked(m, v, [1e200, 1e-200, 1e200], "ws").variance.tolist() == [0.5] * 4
 
 
 def test_linear_pooling_stacked_does_not_cancel():
@@ -141,6 +175,13 @@ def test_misuse_is_told_in_words(clients, previous, tmp_path):
         total.merge(Accumulator("nwa", clients[1]))
     with pytest.raises(PosteriorError, match="2 weights were given for 7"):
         fuse(clients, weights=[1, 2])
+    with pytest.raises(PosteriorError, match="merge takes another Accumulator; a Posterior was given"):
+        total.merge(clients[0])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PosteriorError, match="floor is nan"):
+        Accumulator("nwa", previous, floor=float("nan"))
+    Posterior(metadata={"accumulator": "{}"}).save(tmp_path / "old.safetensors")
+    with pytest.raises(PosteriorError, match="total of an accumulator of this version"):
+        Accumulator.load(tmp_path / "old.safetensors", previous)
     clients[0].save(tmp_path / "q.safetensors")
     with pytest.raises(PosteriorError, match="not an accumulator"):
         Accumulator.load(tmp_path / "q.safetensors", previous)

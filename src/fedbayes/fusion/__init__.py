@@ -1,7 +1,8 @@
 """Fusing posteriors: rules, client weights, and the accumulator they stream through."""
 
 from . import averages, mixtures, products  # noqa: F401 - registers the rules
-from .accumulator import Accumulator, Fused, fuse
+from .accumulator import Accumulator, Fused
+from .batch import fuse
 from .catalogue import listing, markdown_table
 from .collapse import collapse_note
 from .rule import Rule, Statistics, WeightSums, get_rule, register, rules

@@ -6,28 +6,27 @@ import hashlib
 import json
 import math
 import operator
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, PosteriorError, nearest
-from ..posterior import Posterior, Refusal, check, sigma_statistics
+from ..errors import PosteriorError
+from ..posterior import Gaussian, Posterior, Refusal, check, sigma_statistics
 from . import exact
 from .layout import Layout
 from .rule import Rule, Statistics, get_rule, rules
-from .weighting import Client, weight_of
+from .weighting import LEAST_WEIGHT, MOST_WEIGHT, Client
 
 _CPU_BLOCK = 2**16
 _GPU_BLOCK = 2**26
-_LEAST_WEIGHT, _MOST_WEIGHT = 1e-100, 1e100
 _LEAST_PLAIN, _MOST_PLAIN = 1e-45, 1e40
 """Numbers within these (as all of float32 are) make no term too large to sum; terms of others are computed twice, first to look."""
-OnBadClient = Literal["refuse", "stop"]
+_HEADER = ("rule", "module", "pivot", "floor", "options", "reproducible", "weights", "refused", "seen")
+"""What a saved total says of itself."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,8 @@ class Accumulator:
     ) -> None:
         """``floor`` is the sigma below which a weight counts as deterministic in the record."""
         self.rule = get_rule(rule, **options)
+        if not 0 <= floor < math.inf:
+            raise PosteriorError(f"floor is {floor}; it must be a sigma, not negative.")
         reference = reference if reference is not None else previous
         if reference is None:
             raise PosteriorError(
@@ -72,7 +73,7 @@ class Accumulator:
         ):
             if given is None:
                 continue
-            _expect(given, f"the {what} posterior")
+            expect(given, f"the {what} posterior")
             try:
                 check(given, reference, allow_zero_variance=zero)
             except Refusal as refusal:
@@ -92,12 +93,13 @@ class Accumulator:
 
         ``weight`` need not be normalised; a client of weight 0 is checked and adds nothing.
         """
-        client = None if client is None else _name(client)
+        client = None if client is None else name_of(client)
         name = self._next_name() if client is None else client
-        _expect(posterior, f"client {name}'s update")
-        self._absorb(posterior, weight, name, client)
+        expect(posterior, f"client {name}'s update")
+        self.absorb_as(posterior, weight, name, client)
 
-    def _absorb(self, posterior: Posterior, weight: float, name: Client, address: Client | None) -> None:
+    def absorb_as(self, posterior: Posterior, weight: float, name: Client, address: Client | None) -> None:
+        """Absorb a posterior under a name of the server's; rules that draw take ``address``, or without one its content."""
         try:
             weight = self._check_weight(weight, name)
             check(posterior, self.reference, client=name, allow_zero_variance=self.rule.allows_zero_variance)
@@ -111,6 +113,8 @@ class Accumulator:
 
     def merge(self, other: Accumulator) -> None:
         """Add another accumulator's total: regional servers fuse their clients, and a central one merges them."""
+        if not isinstance(other, Accumulator):
+            raise PosteriorError(f"merge takes another Accumulator; a {type(other).__name__} was given.")
         if (other.rule, other.layout.gaussians, other.layout.points) != (
             self.rule,
             self.layout.gaussians,
@@ -123,10 +127,7 @@ class Accumulator:
             )
         if other.reproducible != self.reproducible:
             raise PosteriorError("a reproducible accumulator and a plain one cannot be merged.")
-        both = sorted(map(str, self.weights.keys() & other.weights.keys()))
-        if both:
-            raise PosteriorError(f"client {both[0]} is in both accumulators; name clients uniquely (client=...).")
-        self._check_room(len(other.weights))
+        self._check_new(other.weights)
         for key, cells in other._cells.items():
             if key not in self._cells:
                 self._cells[key] = cells.to(self.layout.device, copy=True)
@@ -140,9 +141,18 @@ class Accumulator:
 
     def add_total(self, statistics: Statistics, weights: Mapping[Client, float]) -> None:
         """Add statistics that are already a sum over ``weights``' clients, as secure aggregation gives them."""
-        self._check_room(len(weights))
-        for key, term in statistics.items():
-            self._deposit(key, term.to(self.layout.device, torch.float64).reshape(-1), 0)
+        self._check_new(weights)
+        flat = {key: term.to(self.layout.device, torch.float64).reshape(-1) for key, term in statistics.items()}
+        missing = sorted(self._statistics() - flat.keys())
+        if missing:
+            raise PosteriorError(f"the total lacks the statistic '{missing[0]}' of the rule '{self.rule.name}'.")
+        for key, term in flat.items():
+            if term.numel() != self._length(key):
+                raise PosteriorError(
+                    f"the statistic '{key}' has {term.numel()} numbers where the model has {self._length(key)}."
+                )
+        for key, term in flat.items():
+            self._deposit(key, term, 0)
         self.weights |= dict(weights)
 
     def total(self) -> Statistics:
@@ -183,6 +193,7 @@ class Accumulator:
             "refused": self.refused,
             "seen": self._seen,
         }
+        assert tuple(header) == _HEADER
         total = Posterior(points=self._cells, metadata={"accumulator": json.dumps(header)})
         return total.save(path)
 
@@ -192,7 +203,12 @@ class Accumulator:
         stored = Posterior.load(path)
         if "accumulator" not in stored.metadata:
             raise PosteriorError(f"{path} holds a posterior, not an accumulator's total.")
-        header = json.loads(stored.metadata["accumulator"])
+        try:
+            header = {name: json.loads(stored.metadata["accumulator"])[name] for name in _HEADER}
+        except (ValueError, KeyError) as error:
+            raise PosteriorError(
+                f"{path} does not hold the total of an accumulator of this version ({error})."
+            ) from None
         known = {r.name for r in rules()}
         rule = header["rule"] if header["rule"] in known else f"{header['module']}:{header['rule']}"
         self = Accumulator(
@@ -217,12 +233,12 @@ class Accumulator:
     def _check_weight(self, given: float, client: Client) -> float:
         if client in self.weights:
             raise Refusal(client, "", "it was already absorbed in this round")
-        right = f"a weight must be 0 or between {_LEAST_WEIGHT:g} and {_MOST_WEIGHT:g}"
+        right = f"a weight must be 0 or between {LEAST_WEIGHT:g} and {MOST_WEIGHT:g}"
         try:
             weight = float(given)
         except (TypeError, ValueError):
             raise Refusal(client, "", f"its weight is {given!r}; {right}") from None
-        if not (weight == 0 or _LEAST_WEIGHT <= weight <= _MOST_WEIGHT):
+        if not (weight == 0 or LEAST_WEIGHT <= weight <= MOST_WEIGHT):
             raise Refusal(client, "", f"its weight is {weight}; {right}")
         self._check_room(1)
         return weight
@@ -254,6 +270,19 @@ class Accumulator:
             name += 1
         return name
 
+    def _statistics(self) -> set[str]:
+        """Return the names of the statistics that a total has (rounding errors aside)."""
+        one = torch.ones(1, dtype=torch.float64)
+        terms = self.rule.checked_terms(Gaussian(one, one), self.rule.mass(1.0), Gaussian(one, one), ("names",))
+        names = {key for key in terms if not key.endswith("_low")} if self.layout.weights else set()
+        return names | {"points"} if self.layout.points else names
+
+    def _check_new(self, weights: Mapping[Client, float]) -> None:
+        both = sorted(map(str, self.weights.keys() & weights.keys()))
+        if both:
+            raise PosteriorError(f"client {both[0]} is in both totals; name clients uniquely (client=...).")
+        self._check_room(len(weights))
+
     def _check_room(self, more: int) -> None:
         if len(self.weights) + more > exact.MOST_TERMS:
             raise PosteriorError(f"an accumulator takes at most {exact.MOST_TERMS} clients.")
@@ -278,7 +307,7 @@ class Accumulator:
         (exact.deposit if self.reproducible else exact.deposit_pairs)(cells, term)
 
     def _length(self, key: str) -> int:
-        return self.layout.numbers if key == "points" else self.layout.weights
+        return self.layout.numbers if key.removesuffix("_low") == "points" else self.layout.weights
 
     def _address(self, posterior: Posterior, client: Client | None) -> tuple[int | str, ...]:
         """Name a client for rules that draw: by its own name, else by its content, so that order does not matter."""
@@ -291,12 +320,13 @@ class Accumulator:
         return (digest, self._seen[digest])
 
 
-def _expect(given: Any, what: str) -> None:
+def expect(given: Any, what: str) -> None:
+    """Raise unless it is a posterior."""
     if not isinstance(given, Posterior):
         raise PosteriorError(f"{what} is of type {type(given).__name__}; it must be a Posterior.")
 
 
-def _name(client: Any) -> Client:
+def name_of(client: Any) -> Client:
     """Return a client's name as text or a plain integer (NumPy's integers cannot be saved)."""
     try:
         return client if isinstance(client, str) else operator.index(client)
@@ -318,113 +348,3 @@ def _digest(posterior: Posterior) -> str:
     """Return a short name of a posterior's tensors, bit for bit (its metadata aside)."""
     bare = Posterior(posterior.gaussians, posterior.points)
     return hashlib.blake2b(bare.to_bytes(), digest_size=16).hexdigest()
-
-
-def fuse(
-    posteriors: Iterable[Posterior] | Mapping[Client, Posterior],
-    rule: str | Rule = "nwa",
-    weights: Sequence[float] | Mapping[Client, float] | None = None,
-    previous: Posterior | None = None,
-    *,
-    on_bad_client: OnBadClient = "refuse",
-    **options: Any,
-) -> Posterior:
-    """Fuse posteriors by a rule: any iterable, read lazily, so that one client at a time is in memory.
-
-    ``weights`` (default equal) is a sequence in the same order, or a mapping when ``posteriors`` is one; it need not be
-    normalised. ``previous`` is the previous global posterior. ``options`` are the rule's own (``ppa`` shares its population out by
-    weight; of a stream of unknown length without weights every client draws all of it). A posterior that cannot be fused (a NaN, a
-    variance that is not positive, other tensors than ``previous`` or, without one, the first good client) is left out with a
-    warning that names client, tensor and reason; ``on_bad_client="stop"`` raises instead.
-
-    >>> fuse([a, b], rule="conflation")                                            # doctest: +SKIP
-    """
-    if on_bad_client not in get_args(OnBadClient):
-        raise ConfigError(f"on_bad_client is {on_bad_client!r}; {nearest(str(on_bad_client), get_args(OnBadClient))}")
-    if isinstance(posteriors, Posterior) or not isinstance(posteriors, Iterable):
-        kind = "one posterior" if isinstance(posteriors, Posterior) else repr(posteriors)
-        raise PosteriorError(f"fuse takes several posteriors, a list or any other iterable of them; {kind} was given.")
-    if previous is not None:
-        _expect(previous, "previous")
-    if weights is not None and not isinstance(weights, Mapping):
-        if not hasattr(weights, "__iter__"):
-            raise PosteriorError(f"weights is {weights!r}; give one number for each posterior.")
-        weights = [weight_of(k, w) for k, w in enumerate(weights)]
-    named: Iterable[tuple[Client | None, Posterior]]
-    if isinstance(posteriors, Mapping):
-        named = ((_name(c), q) for c, q in posteriors.items())
-    else:
-        named = ((None, q) for q in posteriors)
-    chosen = get_rule(rule, **options)
-    given = _weights(posteriors, weights, normalised=chosen.draws)
-    accumulator, position, refusals = None, -1, []
-    for position, (client, posterior) in enumerate(named):
-        if not isinstance(posterior, Posterior):
-            raise PosteriorError(
-                f"fuse takes Posterior objects; number {position} is of type {type(posterior).__name__}."
-            )
-        name, weight = position if client is None else client, given(client, position)
-        try:
-            if accumulator is None:
-                lenient = chosen.allows_zero_variance
-                check(posterior, previous or posterior, client=name, allow_zero_variance=lenient)
-                accumulator = Accumulator(chosen, posterior, previous)
-            accumulator._absorb(posterior, weight, name, client)
-        except Refusal as refusal:
-            if on_bad_client == "stop" or refusal.client != name:
-                raise
-            refusals.append(str(refusal))
-            warnings.warn(str(refusal), stacklevel=2)
-    if isinstance(weights, list) and len(weights) > position + 1:
-        raise PosteriorError(f"{len(weights)} weights were given for {position + 1} posteriors; give one for each.")
-    if accumulator is None or not accumulator.weights:
-        all_bad = (
-            f"all {len(refusals)} were refused; the first: {refusals[0]}" if refusals else "no posterior was given."
-        )
-        raise PosteriorError(f"there is nothing to fuse: {all_bad}")
-    return accumulator.conclude().posterior
-
-
-def _weights(
-    posteriors: Any, weights: list[float] | Mapping[Client, float] | None, normalised: bool
-) -> Callable[[Client | None, int], float]:
-    """Return a function giving the weight of a client by name or position; complain early where lengths are known.
-
-    ``normalised``: make them sum to one (equal ones of a stream of unknown length stay 1).
-    """
-    if weights is None:
-        equal = 1 / len(posteriors) if normalised and isinstance(posteriors, Sized) and len(posteriors) else 1.0
-        return lambda client, position: equal
-    if isinstance(weights, Mapping):
-        if not isinstance(posteriors, Mapping):
-            raise PosteriorError(
-                "weights by client need posteriors by client: pass both as mappings, or both as sequences."
-            )
-        missing = [c for c in posteriors if c not in weights]
-        if missing:
-            raise PosteriorError(f"client {missing[0]} has no weight; give one for each of {list(posteriors)}.")
-        chosen = {_name(c): weight_of(c, weights[c]) for c in posteriors}
-        by_name = dict(zip(chosen, _scaled(list(chosen.values()), normalised)))
-        return lambda client, position: by_name[client]  # type: ignore[index]
-    by_position = _scaled(weights, normalised)
-    size = len(posteriors) if isinstance(posteriors, (Sequence, Mapping)) else len(by_position)
-    if len(by_position) != size:
-        raise PosteriorError(f"{len(by_position)} weights were given for {size} posteriors; give one for each.")
-
-    def at(client: Client | None, position: int) -> float:
-        if position >= len(by_position):
-            raise PosteriorError(
-                f"{len(by_position)} weights were given, but there are more posteriors; give one for each."
-            )
-        return by_position[position]
-
-    return at
-
-
-def _scaled(weights: list[float], normalised: bool) -> list[float]:
-    """Return weights, normalised if asked; those too large or small to sum are all scaled by one power of two."""
-    top = max(weights, default=0.0)
-    if top > 0 and not _LEAST_WEIGHT <= top <= _MOST_WEIGHT:
-        weights = [math.ldexp(w, -math.frexp(top)[1]) for w in weights]
-    total = math.fsum(weights)
-    return [w / total for w in weights] if normalised and total > 0 else weights

@@ -17,6 +17,7 @@ from ..errors import ConfigError, PosteriorError
 from ..posterior import Gaussian
 from .layout import least_positive
 from .rule import Rule, Statistics, WeightSums, get_rule
+from .weighting import scaled
 
 _EAGER_TILE = (8, 2**12)
 """Clients and columns of a tile whose float64 temporaries (256 KiB each) stay in a CPU's cache."""
@@ -26,6 +27,7 @@ _GPU_TILE = (16, 2**23)
 """Uncompiled on a GPU: as much as keeps it busy, with temporaries of 1 GiB whatever the number of clients."""
 
 
+@torch.no_grad()
 def fuse_stacked(
     means: Tensor,
     variances: Tensor,
@@ -43,10 +45,11 @@ def fuse_stacked(
     (a GPU needs it to reach its memory bandwidth). Nothing is checked; use ``fuse`` for posteriors that may be bad.
     """
     chosen = get_rule(rule, **options)
+    if not all(isinstance(t, Tensor) and t.is_floating_point() for t in (means, variances)):
+        raise PosteriorError("means and variances must be floating-point torch tensors of shape (clients, ...).")
     if means.shape != variances.shape or means.dim() < 1 or not len(means):
-        raise PosteriorError(
-            f"means {tuple(means.shape)} and variances {tuple(variances.shape)} must be equal and (clients, ...)."
-        )
+        shapes = f"{tuple(means.shape)} and {tuple(variances.shape)}"
+        raise PosteriorError(f"means and variances have shapes {shapes}; they must be equal and (clients, ...).")
     if chosen.needs_previous and previous is None:
         raise PosteriorError(f"the rule '{chosen.name}' needs the previous global posterior; pass previous=.")
     if chosen.draws:
@@ -56,7 +59,12 @@ def fuse_stacked(
     given = [1.0] * len(means) if weights is None else list(map(_number, weights))
     if len(given) != len(means) or not all(0 <= w < math.inf for w in given) or not sum(given) > 0:
         raise PosteriorError(f"give {len(means)} finite weights, not negative and not all zero; got {weights}.")
+    given = scaled(given)
     shape = means.shape[1:]
+    if previous is not None:
+        if not isinstance(previous, tuple) or any(t.shape != shape for t in previous):
+            raise PosteriorError(f"previous must be a Gaussian (mean, variance) of the clients' shape {tuple(shape)}.")
+        previous = Gaussian(*previous)
     m, v = means.reshape(len(means), -1), variances.reshape(len(means), -1)
     if min(given) == 0:  # a client of weight 0 adds nothing, also under rules that do not weigh
         there = [k for k, w in enumerate(given) if w > 0]

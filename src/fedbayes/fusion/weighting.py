@@ -16,6 +16,8 @@ from .layout import Layout
 from .rule import own_name
 
 Client = int | str
+LEAST_WEIGHT, MOST_WEIGHT = 1e-100, 1e100
+"""Weights (but 0) within these make no term too large or too small to sum."""
 KL_FLOOR = 1e-12
 """Least KL (nats, whole model) a weight is divided by: equal posteriors are equally close, not infinitely important."""
 
@@ -114,6 +116,15 @@ def weight_of(client: Client, given: Any, error: type[FedBayesError] = Posterior
     if not (math.isfinite(weight) and weight >= 0):
         raise error(f"the weight of client {client} is {weight}; weights must be finite and not negative.")
     return weight
+
+
+def scaled(weights: list[float], normalised: bool = False) -> list[float]:
+    """Return weights, normalised if asked; those too large or small to sum are all scaled by one power of two."""
+    top = max(weights, default=0.0)
+    if top > 0 and not LEAST_WEIGHT <= top <= MOST_WEIGHT:
+        weights = [math.ldexp(w, -math.frexp(top)[1]) for w in weights]
+    total = math.fsum(weights)
+    return [w / total for w in weights] if normalised and total > 0 else weights
 
 
 def _normalised(given: Mapping[Client, Any]) -> dict[Client, float]:
