@@ -85,7 +85,8 @@ def catalogue(source: str | Path, layout: str = "auto") -> list[Recording]:
 def read_csv(path: Path) -> list[Recording]:
     """Read a table with columns file and class, and where known recording, site, vessel, start, stop, split.
 
-    Paths are relative to the CSV. Without a recording column every file is its own recording.
+    Paths are relative to the CSV. Without a recording column every file is its own recording. A row that is there
+    twice counts once.
     """
     rows = _read_table(path)
     if not rows:
@@ -97,7 +98,7 @@ def read_csv(path: Path) -> list[Recording]:
             raise DataError(f"{path} has no column '{key}'; its columns are: {', '.join(names)}.")
     listed = [(line, _from_row(path, line, row, found)) for line, row in rows]
     _refuse_contradictions(path, listed)
-    return [recording for _, recording in listed]
+    return list(dict.fromkeys(recording for _, recording in listed))
 
 
 def _read_table(path: Path) -> list[tuple[int, dict[str, str]]]:

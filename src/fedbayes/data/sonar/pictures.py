@@ -137,6 +137,16 @@ def _waveform(p: Picture, waveforms: Tensor) -> Tensor:
 
 _MAKERS = {"logmel": _logmel, "lofar": _lofar, "demon": _demon, "waveform": _waveform}
 
+_POSSIBLE = (
+    ("sample_rate", lambda v: 100 <= v <= 1_000_000, "100 to 1000000 Hz"),
+    ("seconds", lambda v: 0.1 <= v <= 600, "0.1 to 600: the length of a segment"),
+    ("overlap", lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    ("bands", lambda v: 0 <= v <= 4096, "0 (the picture's own) to 4096"),
+    ("frames", lambda v: 0 <= v <= 4096, "0 (the picture's own) to 4096"),
+    ("resolution", lambda v: v > 0, "above 0 Hz"),
+    ("channel", lambda v: v >= -1, "a channel from 0, or -1 for the mean of all"),
+)
+
 
 def make_picture(sonar: Sonar) -> Picture:
     """Return the picture that a configuration asks for; 0 for ``low``, ``high``, ``bands`` or ``frames`` is the kind's own.
@@ -152,6 +162,9 @@ def make_picture(sonar: Sonar) -> Picture:
       segment of 3 s tells rates 0.7 Hz apart; 10 s or more is better.
     - ``waveform``: 20 Hz to half the rate, unit power.
     """
+    for name, possible, words in _POSSIBLE:
+        if not possible(value := getattr(sonar, name)):
+            raise ConfigError(f"'sonar.{name}' is {value:g}; it must be {words}.")
     nyquist = sonar.sample_rate / 2.0
     own = {
         "logmel": (20.0, nyquist, 64, 64),
@@ -166,17 +179,11 @@ def make_picture(sonar: Sonar) -> Picture:
     if sonar.picture == "demon":  # no carrier band narrower than a bin
         spacing = sonar.sample_rate / demon_window(sonar.sample_rate, Picture.highest)
         bands = max(1, min(bands, int((high - low) / spacing)))
-    if sonar.sample_rate < 100:
-        raise ConfigError(f"'sonar.sample_rate' is {sonar.sample_rate} Hz; it must be at least 100 Hz.")
     if not 0 <= low < high <= nyquist:
         raise ConfigError(
             f"'sonar.low' and 'sonar.high' give the band {low:g} to {high:g} Hz; it must be rising and lie below "
             f"half the sample rate ({nyquist:g} Hz)."
         )
-    if not 0.1 <= sonar.seconds <= 600:
-        raise ConfigError(f"'sonar.seconds' is {sonar.seconds:g}; a segment lasts 0.1 to 600 seconds.")
-    if not 0 <= sonar.overlap < 1:
-        raise ConfigError(f"'sonar.overlap' is {sonar.overlap:g}; it must be at least 0 and below 1.")
     picture = Picture(
         sonar.picture, sonar.sample_rate, sonar.seconds, low, high,
         sonar.bands or bands, sonar.frames or frames, resolution=sonar.resolution,

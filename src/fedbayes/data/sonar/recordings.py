@@ -70,7 +70,7 @@ class Skipped:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
+        return f"{str(self.path).encode(errors='backslashreplace').decode()}: {self.reason}"
 
 
 class Unreadable(Exception):
@@ -136,6 +136,10 @@ def stream(recording: Recording, rate: int, channel: int = -1, seconds: float = 
     soundfile, soxr = libraries()
     if not recording.path.is_file():
         raise Unreadable("is not a file" if recording.path.exists() else "is not there")
+    try:
+        str(recording.path).encode()  # a column of names has to hold it, and a report to show it
+    except UnicodeEncodeError:
+        raise Unreadable("has a name that is not text in UTF-8; rename it") from None
     try:
         with soundfile.SoundFile(str(recording.path)) as file:
             _refuse_torn(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -136,8 +137,13 @@ def plan(sonar: Sonar, seed: int, classes: Sequence[str] = KNOWN, recordings: in
     per_class = sonar.recordings if recordings is None else recordings
     if per_class < 1 or sonar.sites < 1:
         raise ConfigError("'sonar.recordings' and 'sonar.sites' must be at least 1.")
-    if sonar.snr[0] > sonar.snr[1]:
-        raise ConfigError(f"'sonar.snr' runs from {sonar.snr[0]:g} down to {sonar.snr[1]:g}; give the lower one first.")
+    if not -100 <= sonar.snr[0] <= sonar.snr[1] <= 100:
+        low, high = sonar.snr
+        raise ConfigError(f"'sonar.snr' runs from {low:g} to {high:g} dB; it must rise, between -100 and 100.")
+    if not 0.1 <= sonar.length <= 3600:
+        raise ConfigError(f"'sonar.length' is {sonar.length:g}; a recording of the sea lasts 0.1 to 3600 seconds.")
+    if not 0 <= sonar.traffic < math.inf:
+        raise ConfigError(f"'sonar.traffic' is {sonar.traffic:g}; it must be 0 (classes alike at each site) or above.")
     places = sites(sonar, seed, len(classes)) if sonar.traffic > 0 else sites(sonar, seed)
     shares = [_counts(s, per_class * len(classes)) if sonar.traffic > 0 else [per_class] * len(classes) for s in places]
     passages = []

@@ -63,6 +63,7 @@ def read_recordings(source: str | Path, sonar: Sonar, seed: int, name: str = "")
     everything = joined(known + outside, features)
     known = everything[: len(known)]
     inside = features.owner < len(known)
+    classes, lost = _classes_heard(known, features, classes, sonar)
     examples = _examples(features, everything, classes, sonar.picture)
     test = _test_mask(known, features, classes, sonar, seed)
     mask = np.zeros(len(features.owner), dtype=bool)
@@ -74,6 +75,7 @@ def read_recordings(source: str | Path, sonar: Sonar, seed: int, name: str = "")
         outside=examples.take(np.flatnonzero(~inside)),
         classes=classes,
         notes=_notes(str(source), sonar, features.skipped)
+        + lost
         + _narrow(everything, features, picture)
         + _untested(known, test, classes, sonar),
     )
@@ -127,6 +129,17 @@ def _sort_classes(listed: Sequence[Recording], sonar: Sonar) -> tuple[list[Recor
     if len(set(classes)) < 2:
         raise DataError(f"the recordings are all of one class ({', '.join(classes)}); at least two are needed, or name all in 'sonar.classes'.")  # fmt: skip
     return known, tuple(classes)
+
+
+def _classes_heard(
+    known: Sequence[Recording], features: Features, classes: tuple[str, ...], sonar: Sonar
+) -> tuple[tuple[str, ...], str]:
+    """Leave out classes of which no recording can be used, unless ``sonar.classes`` lists them, and say so."""
+    heard = {known[i].label for i in np.unique(features.owner) if i < len(known)} | set(sonar.classes)
+    lost = ", ".join(c for c in classes if c not in heard)
+    if len(heard) < 2:
+        raise DataError(f"no recording of {lost} can be used: {'; '.join(map(str, features.skipped[:3]))}.")
+    return tuple(c for c in classes if c in heard), f" No recording of class {lost} can be used." if lost else ""
 
 
 def _test_mask(
