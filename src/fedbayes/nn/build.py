@@ -25,8 +25,9 @@ class Architecture:
     """A network in the table: how it is made, on what inputs by default, and which of its layers are Bayesian.
 
     ``make(classes=, input_shape=, **options)`` returns a plain deterministic ``nn.Module``; of the options ``width``,
-    ``dropout`` and ``shortcut`` it takes those it knows (asking for another width or shortcut is refused). ``variational`` and ``dropout`` are the network's own choice
-    of layers (glob patterns, empty for all) for variational kinds and for MC-dropout.
+    ``dropout`` and ``shortcut`` it takes those it knows (asking for another width or shortcut is refused).
+    ``variational`` and ``dropout`` are the network's own choice of layers (glob patterns, empty for all) for variational
+    kinds and for MC-dropout.
     """
 
     make: Callable[..., nn.Module]

@@ -85,10 +85,11 @@ def _noise(rho: Tensor) -> Tensor:
 class Flipout(Variational):
     """Flipout (Wen et al. 2018): one weight draw a pass, made almost independent between examples by random signs.
 
-    y = f(x; mu) + s_out · f(x · s_in; sigma·eps), with signs s_in, s_out drawn per example *and channel* and
-    constant over space, as in the paper. Each example sees a weight perturbation of exactly the right distribution,
-    shared by all its pixels, so the spread survives pooling. The recommended estimator: gradient variance falls with
-    the batch size, epistemic uncertainty is right everywhere. A variational bias is perturbed inside the second map.
+    y = f(x; mu) + s_out · f(x · s_in; sigma·eps), with signs s_in, s_out drawn per example *and channel* and constant
+    over space (and over all axes between the first, the examples, and the features of a linear layer), as in the
+    paper. Each example sees a weight perturbation of exactly the right distribution, shared by all its pixels, so the
+    spread survives pooling. The recommended estimator: gradient variance falls with the batch size, epistemic
+    uncertainty is right everywhere. A variational bias is perturbed inside the second map.
 
     ``one_call`` makes both convolutions one call with twice the groups: fewer kernels, one more copy of the input.
     It pays where calls are small and many; ``benchmarks/layers.py`` measures both.
@@ -143,8 +144,8 @@ class LocalReparameterization(Variational):
     y = f(x; mu) + sqrt(f(x²; sigma²)) · eps with eps of the output's shape. For linear layers on vectors this is the
     exact distribution of every example's output, at the lowest gradient variance. For convolutions each location is
     drawn on its own: marginals are right, but neighbouring pixels should share their weights' noise and do not, so
-    the noise averages out under pooling (the variance of a globally pooled output is too small by a factor of about
-    the number of pixels). Use it where the Bayesian layers are linear (Ozer's nets); avoid it in convolutions where
+    the noise averages out under pooling (the variance of a globally pooled 3×3 convolution of 16×16 pixels comes out
+    about 50 times too small). Use it where the Bayesian layers are linear (Ozer's nets); avoid it in convolutions where
     epistemic uncertainty is read after pooling.
 
     Where the variance is 0 (sigma 0, or a patch of zeros) the noise and its gradient are exactly 0, not NaN.
