@@ -131,3 +131,9 @@ def test_wrong_bins():
         u.summarize(p, y, bins=2.5)  # type: ignore[arg-type]
     with pytest.raises(u.UncertaintyError, match="'width' and 'mass'"):
         u.ece(p, y, 5, "height")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("confidence", [[], [[0.5]], [50.0], [-0.1], [float("nan")]])
+def test_wrong_confidences(confidence):
+    with pytest.raises(u.UncertaintyError, match="confidences"):
+        u.tabulate(confidence, [True] * len(confidence))

@@ -162,4 +162,11 @@ def test_arrays_are_welcome():
     p = sampled(n=4)
     labels = u.per_example(p)["prediction"].numpy()
     labels[0] = (labels[0] + 1) % 5  # one error, so that every number is defined
-    assert u.summarize(p.numpy(), labels) == u.summarize(p, torch.as_tensor(labels))
+    expected = u.summarize(p, torch.as_tensor(labels))
+    assert u.summarize(p.numpy(), labels) == expected
+    sealed = p.numpy().copy()
+    sealed.setflags(write=False)
+    assert u.summarize(sealed, labels) == expected  # as memory-mapped files are
+    assert u.summarize(p.numpy().astype(">f4" if p.dtype == torch.float32 else ">f8"), labels) == expected
+    turned = u.summarize(p.numpy()[:, ::-1], labels[::-1])
+    assert turned == pytest.approx(expected)

@@ -163,3 +163,19 @@ def test_deterministic_networks_get_the_same_table():
 def test_bad_scores_get_one_sentence(scores, words):
     with pytest.raises(u.UncertaintyError, match=words):
         u.auroc(scores, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("truth", "words"),
+    [
+        (None, "NoneType"),
+        (["a", "b", "c"], "of type list"),
+        ([True, False], "must match"),
+        ([0, 1, 7], "prediction == label"),
+        ([0.0, 1.0, float("nan")], "prediction == label"),
+    ],
+)
+def test_bad_truth_gets_one_sentence(truth, words):
+    for function in (u.auroc, u.retained_curve, u.roc_curve, u.tabulate):
+        with pytest.raises(u.UncertaintyError, match=words):
+            function([0.1, 0.2, 0.3], truth)

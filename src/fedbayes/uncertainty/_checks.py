@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,12 @@ def working_type(device: torch.device) -> torch.dtype:
 def as_numbers(values: Any, what: str) -> Tensor:
     """Return the tensor behind a tensor, array or nested list, or say that there is none."""
     try:
+        if isinstance(
+            values, np.ndarray
+        ):  # what NumPy may do and torch may not: foreign byte order, reversed, read-only
+            values = values.astype(values.dtype.newbyteorder("="), copy=False)
+            if not values.flags.writeable or any(stride < 0 for stride in values.strides):
+                values = values.copy()
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         raise UncertaintyError(
@@ -67,6 +74,18 @@ def as_labels(labels: Any, like: Tensor) -> Tensor:
         wrong = low if low < 0 else high
         raise UncertaintyError(f"label {wrong} is outside 0..{classes - 1}, the {classes} classes predicted.")
     return y
+
+
+def as_truth(truth: Any, what: str, values: Tensor) -> Tensor:
+    """Return booleans beside ``values`` (N,) from booleans or 0 and 1; a class number or a NaN is neither, and said so."""
+    found = as_numbers(truth, "truth values").to(values.device)
+    if found.shape != values.shape:
+        raise UncertaintyError(f"{tuple(found.shape)} truth values for {tuple(values.shape)} {what}; they must match.")
+    if found.dtype != torch.bool and not bool(((found == 0) | (found == 1)).all()):
+        raise UncertaintyError(
+            "truth values are other than true and false (or 1 and 0): is `prediction == label` meant?"
+        )
+    return found.bool()
 
 
 def chunk_elements(device: torch.device) -> int:

@@ -8,7 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._checks import UncertaintyError, as_labels, as_probabilities, chunk_elements, working_type
+from ._checks import (
+    SUM_TOLERANCE,
+    UncertaintyError,
+    as_labels,
+    as_numbers,
+    as_probabilities,
+    as_truth,
+    chunk_elements,
+    working_type,
+)
 from .predictive import first_argmax, predictive_mean
 
 Binning = Literal["width", "mass"]
@@ -70,9 +79,19 @@ def assign_bins(values: Tensor, edges: Tensor) -> Tensor:
     return torch.bucketize(values, edges[1:-1].contiguous(), right=False)
 
 
-def tabulate(confidence: Tensor, correct: Tensor, bins: int = 15, binning: Binning = "width") -> ReliabilityTable:
+def tabulate(confidence: Any, correct: Any, bins: int = 15, binning: Binning = "width") -> ReliabilityTable:
     """Reliability table of confidences against what came true: the numbers behind a reliability diagram."""
+    confidence = as_numbers(confidence, "confidences")
     confidence = confidence.to(working_type(confidence.device))
+    if confidence.ndim != 1 or not len(confidence):
+        raise UncertaintyError(f"confidences have shape {tuple(confidence.shape)}; one number per example is needed.")
+    if not bool(((confidence >= 0) & (confidence <= 1 + SUM_TOLERANCE)).all()):  # NaN compares false
+        raise UncertaintyError("confidences are not all between 0 and 1; those of percent are to be divided by 100.")
+    return binned(confidence, as_truth(correct, "confidences", confidence), bins, binning)
+
+
+def binned(confidence: Tensor, correct: Tensor, bins: int, binning: Binning) -> ReliabilityTable:
+    """``tabulate`` of numbers known to be good; no step waits for the device."""
     correct = correct.to(confidence.dtype)
     edges = bin_edges(confidence, bins, binning)
     where = assign_bins(confidence, edges)
@@ -93,7 +112,7 @@ def reliability_table(probabilities: Any, labels: Any, bins: int = 15, binning: 
     y = as_labels(labels, p)
     mean = predictive_mean(p)
     predicted = first_argmax(mean)
-    return tabulate(mean.gather(-1, predicted[:, None])[:, 0], predicted == y, bins, binning)
+    return binned(mean.gather(-1, predicted[:, None])[:, 0], predicted == y, bins, binning)
 
 
 def ece(probabilities: Any, labels: Any, bins: int = 15, binning: Binning = "width") -> float:

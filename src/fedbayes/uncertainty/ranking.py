@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import UncertaintyError, as_numbers, working_type
+from ._checks import UncertaintyError, as_numbers, as_truth, working_type
 
 
 class Curve(NamedTuple):
@@ -49,10 +49,7 @@ def _sorted(scores: Tensor, truth: Tensor) -> _Sorted:
 
 
 def _truth(truth: Any, s: Tensor) -> Tensor:
-    found = torch.as_tensor(truth, device=s.device).bool()
-    if found.shape != s.shape:
-        raise UncertaintyError(f"{tuple(found.shape)} truth values for {tuple(s.shape)} scores; they must match.")
-    return found
+    return as_truth(truth, "scores", s)
 
 
 def auroc(scores: Any, positive: Any) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import UncertaintyError
+from ._checks import UncertaintyError, as_numbers
 
 QUANTILES = (0.05, 0.5, 0.95)
 
@@ -45,7 +45,7 @@ def reliability_index(accuracies: Sequence[float], ddof: int = 0) -> float:
 
     ``ddof`` 0 divides the variance by n, 1 by n - 1; the paper does not say which.
     """
-    values = torch.as_tensor([float(a) for a in accuracies], dtype=torch.float64)
+    values = as_numbers(accuracies, "accuracies").double().flatten()
     if len(values) <= ddof:
         raise UncertaintyError(f"{len(values)} accuracies are too few for a standard deviation; {ddof + 1} are needed.")
     mean = float(values.mean())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._checks import UncertaintyError, as_labels, as_probabilities, chunks
-from .calibration import brier, classwise_gap, nll, tabulate
+from .calibration import binned, brier, classwise_gap, nll
 from .predictive import UNCERTAINTIES, _per_example, per_example, ranking_scores
 from .ranking import _sorted, auroc_of, detection, fpr95_of, retained_of
 
@@ -71,6 +71,6 @@ def summarize_outliers(probabilities: Any, probabilities_out: Any) -> dict[str, 
 
 def _table_error(confidence: Tensor, correct: Tensor, bins: int, binning: Any) -> Tensor:
     """``ReliabilityTable.error`` without leaving the device."""
-    table = tabulate(confidence, correct, bins, binning)
+    table = binned(confidence, correct, bins, binning)
     gap = (table.confidence - table.accuracy).abs() * table.count
     return torch.nan_to_num(gap).sum() / len(confidence)
