@@ -204,6 +204,7 @@ def test_collapse_is_said(tmp_path):
     "options",
     [
         {"kind": "deterministic", "rule": "fedavg"},
+        {"kind": "dropout", "rule": "fedavg"},
         {"validation": False, "ood": False, "predictions": False},
         {"finished": False, "predictions": False},
     ],
@@ -292,13 +293,96 @@ def test_names_are_escaped(tmp_path):
     assert "<i>y" not in html
 
 
+HOSTILE = [
+    "$\\frac{$",
+    "<script>alert(1)</script>",
+    "x\ny",
+    "\u202egnorw",
+    "%s {0}",
+    '"&amp;',
+    "a" * 300,
+    "日本",
+    "$x^2$",
+    "",
+]
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")  # the PNG's font has no Japanese letters; the page's has
+def test_any_name_can_stand_in_the_page(tmp_path):
+    """No name of a class, client or data set is markup, a formula, or able to turn the text around it."""
+    path = make_run(tmp_path / "a$<b>&x", rounds=1)
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    lines[0] |= {"classes": HOSTILE, "name": "<i>name</i> $\\bad{$"}
+    lines.append({"kind": "note", "round": 1, "text": "<script>2</script>\u202e"})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = json.loads((path / "partition.json").read_text())
+    for client, name in zip(record["clients"], HOSTILE):
+        client["name"] = name
+    (path / "partition.json").write_text(json.dumps(record | {"classes": HOSTILE}))
+    html, page = read(report.write([path]))
+    assert not {"script", "i", "b"} & set(page.tags)
+    assert "\u202e" not in html
+    assert "<script>2</script>" in page.text
+    assert "$x^2$" in html, "no formula: written as it is"
+
+
+def test_pictures_of_other_inputs_are_not_shown(tmp_path):
+    """The data set found now is not the one the run was judged on: better no pictures than wrong ones."""
+    path = make_run(tmp_path / "run", rounds=1, ood=False, validation=False)
+    assert "data found now are not those" in read(report.write([path]))[1].text
+
+
+def test_rivals_have_the_same_problem(tmp_path):
+    """Two partitions, two rules: best is marked within each partition, and each has figures of its own."""
+    for alpha in (0.1, 10.0):
+        for rule in ("nwa", "lp"):
+            for seed in range(2):
+                name = f"{alpha}-{rule}-{seed}"
+                make_run(tmp_path / name, seed=seed, rule=rule, alpha=alpha, rounds=1, ood=False, predictions=False)
+    groups = tables.group(report.find_runs([tmp_path]))
+    assert [(g.label, g.problem[:13]) for g in groups] == [
+        ("lp", "dirichlet 0.1"), ("nwa", "dirichlet 0.1"), ("lp", "dirichlet 10."), ("nwa", "dirichlet 10."),
+    ]  # fmt: skip
+    assert groups[0].number == groups[2].number != groups[1].number  # a method keeps its colour
+    table = tables.table(groups)
+    first, second = [[row[0] for row in table.cells][k : k + 2] for k in (0, 2)]
+    assert any(c.best for c in first)
+    assert any(c.best for c in second)
+    assert max(c.mean for c in first) < min(c.mean for c in second)  # and yet the harder problem has a best of its own
+    html, page = read(report.write([tmp_path]))
+    assert page.text.count("dirichlet 0.1, 10 clients") >= 3
+    assert "figures/compare-accuracy-dirichlet-0.1-10-clients.png" in html
+    assert "figures/compare-accuracy-dirichlet-10.0-10-clients.png" in html
+
+
+def test_unequal_rounds_are_also_compared_by_work(tmp_path):
+    for epochs in (1, 3):
+        path = make_run(tmp_path / str(epochs), rounds=2, ood=False, predictions=False)
+        (path / "config.toml").write_text(
+            (path / "config.toml").read_text().replace("epochs = 1", f"epochs = {epochs}")
+        )
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            if line["kind"] == "round":
+                line["seen"] = epochs * line["examples"]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report.write([tmp_path])
+    with open(tmp_path / "figures" / "compare-effort.csv", newline="") as f:
+        rows = [(r["group"], float(r["examples_seen"])) for r in csv.DictReader(f)]
+    one, three = [[x for g, x in rows if g.endswith(n)] for n in ("1", "3")]
+    assert three == [3 * x for x in one]
+
+
 def test_comparison_groups_by_what_differs(grid):
     groups = tables.group(report.find_runs([grid]))
     assert sorted((g.label, len(g.runs)) for g in groups) == [("fedavg", 2), ("nwa", 2), ("ws", 2)]
     assert next(g for g in groups if g.label == "ws").collapsed
     assert not next(g for g in groups if g.label == "nwa").collapsed
     text = read(grid / "report.html")[1].text
-    assert re.search(r"Best accuracy: |No difference in accuracy is larger", text)
+    cells = [row[0] for row in tables.table(groups).cells]  # the column of accuracies
+    level = all(cell is not None and cell.best for cell in cells)
+    assert ("No difference in accuracy" in text) == level
+    assert ("Best accuracy: " in text) != level
     assert "The posterior of ws has collapsed" in text
     with open(grid / "figures" / "table.csv", newline="") as f:
         rows = {r["fusion.rule"]: r for r in csv.DictReader(f)}
@@ -338,6 +422,7 @@ def test_single_runs_are_not_ranked(tmp_path):
         make_run(tmp_path / rule, rule=rule, rounds=1, ood=False, predictions=False)
     html, page = read(report.write([tmp_path]))
     assert "Every row is a single run" in page.text
+    assert "est accuracy" not in page.text
     assert 'class="tie"' not in html
     assert not re.search(r'<td class="[^"]*best', html)
 

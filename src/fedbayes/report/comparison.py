@@ -12,7 +12,18 @@ import torch
 
 from .. import uncertainty
 from . import prose, style
-from .figures import FEW, METRICS, WORDS, _plain_log, _whole_rounds, metric_values, percent_axis, short_names, thin
+from .figures import (
+    FEW,
+    METRICS,
+    WORDS,
+    _plain_log,
+    _whole_rounds,
+    metric_values,
+    percent_axis,
+    short_count,
+    short_names,
+    thin,
+)
 from .pictures import Picture, drawing, panel
 from .runs import Run
 from .tables import Group, blocks
@@ -25,8 +36,8 @@ MOST = 10
 BANDS = 5
 """Lines of one figure that get a band; those of more would hide one another."""
 
-ZERO = 1e-9
-"""A mean epistemic uncertainty below this is drawn as 0: the rounding of float32 probabilities makes as much."""
+ZERO = 1e-6
+"""A mean epistemic uncertainty below this is drawn as 0: the sampled networks differ by less than a thousandth."""
 
 
 def coloured(groups: Sequence[Group]) -> set[int]:
@@ -123,6 +134,42 @@ def learning_curve(groups: Sequence[Group], metric: str) -> Picture | None:
 
     return _overlay(
         groups, curves, draw, f"compare-{metric}", title, f"{title} on the test data by round.", ("round",), scale
+    )
+
+
+def effort(groups: Sequence[Group]) -> Picture | None:
+    """Accuracy against the examples trained on, where a round is not the same work in every setting."""
+    rates = [seen[-1] / numbers[-1] for g in groups for r in g.runs for numbers, seen in [r.samples_seen()] if seen[-1]]
+    if not rates or max(rates) < 1.01 * min(rates):
+        return None
+
+    def curves(g: Group) -> list[Curve]:
+        found = []
+        for run in g.runs:
+            x, y = metric_values(run.evaluations("test"), "accuracy")
+            found.append((np.interp(x, *run.samples_seen()), y))
+        return found
+
+    def draw(axes: Any) -> None:
+        from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+        axes.set(xlabel="examples trained on", ylabel="accuracy, %")
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: short_count(v)))
+
+    caption = (
+        "Accuracy on the test data by the examples trained on, every epoch counted: the work behind it, not its rounds."
+    )
+    return _overlay(
+        groups,
+        curves,
+        draw,
+        "compare-effort",
+        "Accuracy for the work",
+        caption,
+        ("examples_seen",),
+        METRICS["accuracy"][2],
     )
 
 
@@ -224,11 +271,11 @@ def alive(groups: Sequence[Group]) -> Picture | None:
             if n and len(points) <= MOST:
                 half = 196 * np.sqrt(accuracy * (1 - accuracy) / n)
                 axes.plot([x, x], [accuracy * 100 - half, accuracy * 100 + half], color=hue, alpha=0.4, linewidth=1.2)
-            axes.plot(x, accuracy * 100, ("o", "s", "D", "^")[(g.number // len(style.SERIES)) % 4], color=hue, markersize=6.5,
-                      alpha=0.9, label=g.label if g.number in named and g.number not in seen else None)  # fmt: skip
+            axes.plot(x, accuracy * 100, style.marker(g.number), color=hue, markersize=7, markerfacecolor="none",
+                      markeredgewidth=1.6, linestyle="none", label=g.label if g.number in named and g.number not in seen else None)  # fmt: skip
             seen.add(g.number)
-        axes.set(title="Accurate, and still unsure?", xlabel="mean epistemic uncertainty", ylabel="accuracy, %",
-                 xlim=(place(0, -0.05), None))  # fmt: skip
+        axes.set(title="Accurate, and still unsure?", xlabel="mean epistemic uncertainty", ylabel="accuracy, %")
+        axes.set_xlim(left=place(0, -0.05) if zeros else None)
         axes.set_xticks(*ticks)
         if zeros:
             axes.axvline(place(0, 1.12), color=style.MUTED, linewidth=0.8, linestyle=(0, (2, 3)))
@@ -239,7 +286,9 @@ def alive(groups: Sequence[Group]) -> Picture | None:
         if len(points) <= MOST and points[0][3]
         else ". "
     )
-    caption += "Left, at 0: point models, whatever their name. Top right is where one wants to be."
+    if zeros:
+        caption += f"Left of the dashed line (below {ZERO:f}): point models, whatever their name. "
+    caption += "Top right is where one wants to be."
     rows = [(g.label, e, a, n) for g, e, a, n in points]
     header = ("group", "epistemic", "accuracy", "test_inputs")
     return Picture("compare-alive", "Accuracy against epistemic uncertainty", caption, figure, header, rows)
@@ -267,7 +316,7 @@ def _zero_and_logs(values: Sequence[float]) -> tuple[Callable[[float, float], fl
     marks = [m for m in marks if low - 0.15 <= np.log10(m) <= high + 0.3]
     marks = marks[:: max(1, -(-len(marks) // 6))]
     ticks, names = [float(np.log10(m)) for m in marks], [f"{m:g}" for m in marks]
-    return place, ([place(0, 0.5), *ticks], ["0", *names]) if gap else (ticks, names)
+    return place, ([place(0, 0.5), *ticks], ["≈ 0", *names]) if gap else (ticks, names)
 
 
 def pictures(groups: Sequence[Group]) -> dict[str, dict[str, list[Picture]]]:
@@ -285,7 +334,7 @@ def slug(problem: str) -> str:
 
 def _pictures(groups: Sequence[Group], ending: str) -> dict[str, list[Picture]]:
     made = {
-        "learning": [learning_curve(groups, m) for m in METRICS] + [sigma(groups)],
+        "learning": [*(learning_curve(groups, m) for m in METRICS), sigma(groups), effort(groups)],
         "knowing": [retained(groups, n) for n in ("entropy", "aleatoric", "epistemic")],
         "trust": [reliability(groups), alive(groups)],
     }

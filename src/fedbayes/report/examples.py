@@ -30,6 +30,7 @@ class Inputs:
     values: np.ndarray | None
     columns: dict[str, np.ndarray]
     problem: str = ""
+    labels: np.ndarray | None = None
 
 
 @lru_cache(maxsize=4)
@@ -45,12 +46,20 @@ def _load(path: str) -> Inputs:
         data = load(experiment.data, sonar=experiment.sonar, data_dir=None, seed=experiment.seed)
     except (FedBayesError, OSError, ImportError) as error:
         return Inputs(None, {}, f"The inputs themselves cannot be shown: {error}")
-    return Inputs(data.test.inputs.cpu().numpy(), dict(data.test.columns))
+    return Inputs(data.test.inputs.cpu().numpy(), dict(data.test.columns), labels=data.test.labels.cpu().numpy())
 
 
 def test_inputs(run: Run) -> Inputs:
-    """Test inputs of a run in the order of its stored predictions' ``indices``."""
-    return _load(str(run.path.resolve()))
+    """Test inputs of a run in the order of its stored predictions' ``indices``; none where the data are other ones now."""
+    inputs, test = _load(str(run.path.resolve())), run.predictions("test")
+    if test is None or inputs.labels is None:
+        return inputs
+    inside = test.indices < len(inputs.labels)
+    if inside.all() and np.array_equal(inputs.labels[test.indices], test.labels):
+        return inputs
+    return Inputs(
+        None, {}, "The inputs themselves cannot be shown: the data found now are not those the run was judged on."
+    )
 
 
 def pick(test: Predictions, count: int = PER_GROUP) -> dict[str, np.ndarray]:

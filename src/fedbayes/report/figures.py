@@ -190,7 +190,6 @@ def reliability(run: Run) -> Picture | None:
             color=style.SERIES[0],
             fontweight="bold",
         )
-        axes.annotate("perfect", (0.3, 0.315), rotation=34, color=style.MUTED, fontsize=9, ha="center", va="bottom")
     rows = list(zip(table.low.tolist(), table.high.tolist(), count.tolist(), confidence.tolist(), accuracy.tolist()))
     caption = (
         "How often the answer was right, against how sure the network was. On the dashed line its confidence can be taken "
@@ -338,7 +337,7 @@ def sigma(run: Run) -> Picture | None:
         return None
     names = list(layers)
     with drawing():
-        figure, axes = panel((6.2, 3.3))
+        figure, axes = panel()
         direct = len(names) <= 8
         for i, name in enumerate(names):
             y = np.asarray(layers[name], float)
@@ -349,7 +348,7 @@ def sigma(run: Run) -> Picture | None:
                 axes.plot(x, y, color=style.SERIES[0], alpha=0.3 + 0.7 * i / (len(names) - 1), linewidth=1.2)
         axes.set_yscale("log")
         _plain_log(axes)
-        axes.set(title="Spread of the posterior, layer by layer", xlabel="round", ylabel="mean sigma")
+        axes.set(title="Spread, layer by layer", xlabel="round", ylabel="mean sigma")
         _whole_rounds(axes, max(rounds))
         gone = prose.collapse_round(run)
         if gone is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -301,7 +302,7 @@ def _several(runs: Sequence[Run], out: Path) -> Path:
         Part("table", "The table", table=_grid(table), remark=_how_to_read(table)),
         *(Part(s, titles[s], [words[s]], *made[s]) for s in made if any(made[s])),
         Part("holding", "Who held what", figures=page.draw(matrices.partition(runs[0])) if _one_partition(runs) else ()),
-        Part("runs", "The runs", table=_run_list(groups, out), remark=_own_pages(runs)),
+        Part("runs", "The runs", table=_run_list(groups, out), remark=_own_pages(runs, out)),
     ]  # fmt: skip
     _table_csv(table, page.folder)
     names = sorted({r.name for r in runs})
@@ -324,10 +325,13 @@ def _blocks_of(
     return (made[0][1], []) if len(made) == 1 else ([], made)
 
 
-def _own_pages(runs: Sequence[Run]) -> str:
+def _own_pages(runs: Sequence[Run], out: Path) -> str:
     """How to get the pages of single runs, where there are none yet."""
     missing = next((r for r in runs if not (r.path / "report.html").exists()), None)
-    return f"Single inputs, errors and layers of one run: fedbayes report {missing.path.name}." if missing else ""
+    if missing is None:
+        return ""
+    path = Path(out.parent.resolve().name, os.path.relpath(missing.path, out.parent))
+    return f"Single inputs, errors and layers of one run: fedbayes report {shlex.quote(str(path))}"
 
 
 def _one_partition(runs: Sequence[Run]) -> bool:

@@ -39,7 +39,7 @@ WEIGHTS = {
     "distance": "weighted by closeness to the previous global model",
 }
 SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-COLLAPSED = 1e-3
+COLLAPSED = 1e-2
 """A median sigma below this share of its first value, or below 1e-6, is called collapsed."""
 
 
@@ -181,11 +181,11 @@ def spread_of(run: Run) -> str:
     """How the posterior's sigma went, and whether it collapsed."""
     spreads = run.spreads
     if not spreads:
-        return (
-            "The network has point weights only: there is no posterior spread, and its epistemic uncertainty is 0."
-            if run.rounds
-            else ""
-        )
+        if not run.rounds:
+            return ""
+        if run.setting("model.kind") == "dropout":
+            return "The weights are points; what spread its predictions have comes from Monte-Carlo dropout."
+        return "The network has point weights only: there is no posterior spread, and its epistemic uncertainty is 0."
     (first, a), (last, b) = spreads[0], spreads[-1]
     x, y = a.get("q50") or a.get("mean"), b.get("q50") or b.get("mean")
     text = f"The median sigma of the weights went from {small(x)} in round {first} to {small(y)} in round {last}."
@@ -198,7 +198,7 @@ def spread_of(run: Run) -> str:
 
 
 def collapse_round(run: Run) -> int | None:
-    """The round from which on the spread is gone: median sigma a thousandth of the first, or below a millionth."""
+    """The round from which on the spread is gone: median sigma a hundredth of the first, or below a millionth."""
     medians = [(number, s.get("q50") or s.get("mean") or 0.0) for number, s in run.spreads]
     found = None
     for number, value in reversed(medians):

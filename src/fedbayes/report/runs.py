@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ class Run:
         """The resolved configuration (``config.toml``), or {} where there is none."""
         file = self.path / "config.toml"
         try:
-            return tomllib.loads(file.read_text(encoding="utf-8"))
+            return _printable(tomllib.loads(file.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return {}
         except tomllib.TOMLDecodeError as error:
@@ -74,15 +75,19 @@ class Run:
     @cached_property
     def events(self) -> list[Event]:
         """Every whole line of ``metrics.jsonl``; a torn last line (a run killed while writing) is left out."""
-        lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").split("\n")
         events = []
         for number, line in enumerate(lines, 1):
             try:
-                events.append(json.loads(line))
+                event = json.loads(line) if line.strip() else {}
             except json.JSONDecodeError:
                 if number < len(lines):
                     raise RunError(f"{self.path / 'metrics.jsonl'}, line {number}, is not JSON.") from None
-        return events
+                continue
+            if not isinstance(event, dict):
+                raise RunError(f"{self.path / 'metrics.jsonl'}, line {number}, is no JSON object.")
+            events.append(_printable(event))
+        return [e for e in events if e]
 
     def kind(self, kind: str) -> list[Event]:
         """Events of one kind: start, round, evaluation, note, end."""
@@ -154,7 +159,10 @@ class Run:
     def partition(self) -> dict[str, Any] | None:
         """Content of ``partition.json``: clients with counts per class."""
         file = self.path / "partition.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        try:
+            return _printable(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+        except json.JSONDecodeError as error:
+            raise RunError(f"{file} is not JSON ({error}).") from None
 
     def predictions(self, name: str = "test") -> Predictions | None:
         """The stored predictions ``predictions-NAME.npz``, or None."""
@@ -218,6 +226,19 @@ class Run:
             numbers.append(int(event["round"]))
             seen.append(seen[-1] + int(event.get("seen", event.get("examples", 0))))
         return np.asarray(numbers, float), np.asarray(seen, float)
+
+
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]+")
+"""Control characters, line ends, and marks that turn the direction of all that follows: no name needs them."""
+
+
+def _printable(value: Any) -> Any:
+    """The same value with every text in it on one line, and unable to disturb the text around it."""
+    if isinstance(value, str):
+        return UNPRINTABLE.sub(" ", value)
+    if isinstance(value, Mapping):
+        return {_printable(k): _printable(v) for k, v in value.items()}
+    return [_printable(v) for v in value] if isinstance(value, list) else value
 
 
 def is_run(path: Path) -> bool:

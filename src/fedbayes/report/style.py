@@ -15,7 +15,7 @@ SERIES_DARK = ("#5db2f5", "#ff9a55", "#3fcf9f", "#e59ad0", "#d9b93c", "#a6adb8",
 """The same colours for a dark background."""
 
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
-"""Line styles: the first four colours are drawn solid, the next four dashed, so that likeness of hue never decides."""
+"""Line styles: neighbours in a figure differ, so that likeness of hue never decides and a line on another shows through."""
 
 ENTROPY, EPISTEMIC, ALEATORIC, INFORMATION = SERIES[0], SERIES[1], SERIES[2], SERIES[3]
 UNCERTAINTY_COLOURS = {
@@ -53,6 +53,7 @@ RC = {
     "grid.color": GRID,
     "grid.linewidth": 0.8,
     "text.color": INK,
+    "text.parse_math": False,  # names are names: a class called "$x$" is no formula
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "xtick.labelcolor": MUTED,
@@ -82,7 +83,12 @@ def colour(index: int) -> str:
 
 def dash(index: int) -> Any:
     """Line style of the series with this number."""
-    return DASHES[(index // 4) % len(DASHES)]
+    return DASHES[(index + index // len(SERIES)) % len(DASHES)]
+
+
+def marker(index: int) -> str:
+    """Shape of the points of the series with this number, to be drawn hollow so that none hides another."""
+    return "osD^v"[index % 5]
 
 
 def themed(svg: str, label: str) -> str:

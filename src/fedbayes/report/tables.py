@@ -297,7 +297,7 @@ def findings(t: Table) -> list[str]:
     """What the table shows, in sentences: who is best within noise, problem by problem."""
     out = []
     for problem, groups in t.blocks:
-        said = [line for c in t.columns if (line := _best(t, c, groups))] if t.rivals else []
+        said = _leaders(t, groups) if t.rivals and t.repeated else []
         if said:
             out += (
                 [f"{problem}: {'; '.join(said)}."] if problem else [f"{line[:1].upper()}{line[1:]}." for line in said]
@@ -318,22 +318,31 @@ def findings(t: Table) -> list[str]:
     return out
 
 
-def _best(t: Table, column: Column, groups: Sequence[Group]) -> str:
-    """The best of a block by one metric, and who ties with it."""
-    name = {"accuracy": "accuracy", "nll": "NLL", "ece": "calibration error"}.get(column.key)
-    j = t.columns.index(column)
+JUDGED = {"accuracy": "accuracy", "nll": "NLL", "ece": "calibration error"}
+"""Metrics of which the findings name the best."""
+
+
+def _leaders(t: Table, groups: Sequence[Group]) -> list[str]:
+    """Who leads in a block, metric by metric; metrics in which nobody does are named together."""
+    found = {JUDGED[c.key]: line for c in t.columns if c.key in JUDGED and (line := _best(t, c, groups)) is not None}
+    level = [name for name, line in found.items() if not line]
+    out = [line for line in found.values() if line]
+    return [*out, f"no difference in {_list(level, 'or')} is larger than the run-to-run spread"] if level else out
+
+
+def _best(t: Table, column: Column, groups: Sequence[Group]) -> str | None:
+    """The best of a block by one metric, and who ties with it; "" where all tie, None where there is nothing to compare."""
+    name, j = JUDGED[column.key], t.columns.index(column)
     cells = [(g, cell) for g, row in zip(t.groups, t.cells) if g in groups and (cell := row[j]) is not None]
-    if name is None or len(cells) < 2:
-        return ""
+    if len(cells) < 2:
+        return None
     ordered = sorted(cells, key=lambda gc: -gc[1].mean * column.better)
     top = ordered[0][0]
     number = t.text(t.groups.index(top), j) + (" %" if column.scale == 100 else "")
     shown = f"{top.label} ({number})"
-    if not t.repeated:
-        return f"best {name} in these runs: {shown}"
     ties = [g.label for g, c in ordered[1:] if c.best]
     if len(ties) == len(cells) - 1:
-        return f"no difference in {name} is larger than the run-to-run spread (best mean: {top.label}, {number})"
+        return ""
     if ties:
         return f"best {name}: {shown}, a tie with {_list(ties)}"
     return f"best {name}: {shown}, ahead by more than the run-to-run spread"
@@ -356,5 +365,5 @@ def _sampling(t: Table) -> str:
     return f" Being measured on {inputs} test inputs, each accuracy is uncertain by ± {spread} points already."
 
 
-def _list(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+def _list(names: Sequence[str], last: str = "and") -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}"
