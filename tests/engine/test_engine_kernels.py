@@ -10,9 +10,10 @@ from torch.func import functional_call, vmap
 from fedbayes import nn as fnn
 from fedbayes.engine.convolution import convolve_lanes, packed
 from fedbayes.engine.lane_layers import LaneBlock, with_lane_layers
-from fedbayes.engine.normalization import LaneBatchNorm2d, as_pixels, normalize_lanes
+from fedbayes.engine.normalization import INTERPRETED, LaneBatchNorm2d, as_pixels, normalize_lanes
 from fedbayes.nn.layers import FlipoutConv2d
 
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 # channels in, channels out, (height, width), kernel, stride, padding
@@ -186,11 +187,54 @@ def test_layers_that_have_no_form_for_lanes_are_left_alone():
     assert changed(torch.randn(2, 4, 5, 5)).shape == (2, 4, 3, 3)
 
 
-# -- on a GPU ----------------------------------------------------------------------------------------------------
-
-
 def _distance(found, expected):
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    return float((found.detach().double() - expected.detach().double()).norm() / expected.detach().double().norm())
+
+
+# -- the kernels, interpreted ------------------------------------------------------------------------------------
+
+
+@interpreted
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_interpreted_convolutions_are_right_to_float32(case, noise):
+    arguments = _case(case, noise, lanes=2, batch=3, dtype=torch.float32)
+    exact = [t.double() if isinstance(t, torch.Tensor) else t for t in arguments]
+    dy = torch.randn(_expected(*exact).shape)
+    for a, b in zip(_slopes(_ours, arguments, dy), _slopes(_expected, exact, dy), strict=True):
+        assert _distance(a, b) < 1e-6
+
+
+@interpreted
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("shape", [(2, 8, 16, 8, 8), (3, 7, 5, 9, 3)])
+def test_interpreted_batchnorm_is_right_to_float32(shape, relu, residual):
+    torch.manual_seed(2)
+    dy, w, b = torch.randn(shape), torch.randn(shape[0], shape[2]), torch.randn(shape[0], shape[2])
+    given = [torch.randn(shape) * 2 + 5, w, b, *([torch.randn(shape)] if residual else [])]
+
+    def outcome(function, tensors):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        results = function(*leaves, *([] if residual else [None]))
+        return [*results, *torch.autograd.grad(results[0], leaves, dy.to(results[0].dtype))]
+
+    def ours(x, weight, bias, extra):
+        return normalize_lanes(as_pixels(x), weight, bias, None if extra is None else as_pixels(extra), relu, 1e-5)
+
+    def formula(x, weight, bias, extra):
+        variance, mean = torch.var_mean(x, (1, 3, 4), correction=0)
+        wide = [t[:, None, :, None, None] for t in (mean, variance, weight, bias)]
+        y = (x - wide[0]) / (wide[1] + 1e-5).sqrt() * wide[2] + wide[3]
+        y = y if extra is None else y + extra
+        return y.relu() if relu else y, mean, variance
+
+    found, expected = outcome(ours, given), outcome(formula, [t.double() for t in given])
+    for a, c in zip(found, expected, strict=True):
+        assert _distance(a, c) < 1e-6 or torch.equal(a.double(), c)
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------
 
 
 @needs_gpu

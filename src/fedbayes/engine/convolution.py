@@ -18,7 +18,7 @@ from torch.library import custom_op
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 from ..nn.layers import DropoutConv2d, FlipoutConv2d, _noise
-from .normalization import our_kernels
+from .normalization import on_kernels, our_kernels
 
 MOST_CHANNELS = 128
 """Channels up to which our kernels hold a whole tile; wider layers are left to cuDNN, which is good at them."""
@@ -53,7 +53,7 @@ def convolve_lanes(
     (batch, H, W, lanes, D), which elementwise work between two convolutions keeps.
     """
     size = _out_size(x.shape[-2:], kernel, stride, padding)
-    if not x.is_cuda:
+    if not on_kernels(x):
         return _like_channels_last(_reference(x, weight, delta, sign_in, sign_out, kernel, stride, padding))
     y = _empty(x, weight.shape[-1], size)
     _launch_convolve(x, weight, delta, sign_in, sign_out, y, kernel, stride, padding, transposed=False)
@@ -77,7 +77,7 @@ def convolve_lanes_input(
     padding: Sequence[int],
 ) -> Tensor:
     """Return the gradient of ``convolve_lanes`` by its input, whose images have the given ``size``."""
-    if not dy.is_cuda:
+    if not on_kernels(dy):
         return _like_channels_last(_reference_dx(dy, weight, delta, sign_in, sign_out, size, kernel, stride, padding))
     dx = _empty(dy, weight.shape[-2], size)
     _launch_convolve(dy, weight, delta, sign_out, sign_in, dx, kernel, stride, padding, transposed=True)
@@ -103,7 +103,7 @@ def convolve_lanes_weight(
     Without signs the second is empty. Adding the groups is left to the caller, whose compiler joins it to other work.
     """
     weight, delta = _empty_gradients(x, dy, sign_in is not None, kernel)
-    if x.is_cuda:
+    if on_kernels(x):
         _launch_weigh(x, dy, sign_in, sign_out, weight, delta, kernel, stride, padding)
     else:
         _reference_dw(x, dy, sign_in, sign_out, weight, delta, kernel, stride, padding)

@@ -7,6 +7,7 @@ of ``kernels.py``, elsewhere plain PyTorch, which the tests compare with ``nn.Ba
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def normalize_lanes(
     ``weight`` and ``bias`` are (lanes, C); ``residual`` is added before ``relu`` clips at 0. Arithmetic is float32, the
     result has the input's type.
     """
-    if not x.is_cuda:
+    if not on_kernels(x):
         wide = x.to(_type(x))
         variance, mean = torch.var_mean(wide, (1, 3, 4), correction=0)
         y = (wide - _wide(mean)) * _wide(torch.rsqrt(variance + eps) * (1 if weight is None else weight))
@@ -75,7 +76,7 @@ def normalize_lanes_backward(
 
     ``y`` is the result where it was clipped at 0, None where it was not.
     """
-    if not x.is_cuda:
+    if not on_kernels(x):
         wide, scale = x.to(_type(x)), torch.rsqrt(variance + eps)
         g = (dy if y is None else torch.where(y > 0, dy, 0.0)).to(_type(x))
         v = (wide - _wide(mean)) * _wide(scale)
@@ -153,8 +154,17 @@ def _(info, in_dims, x, weight, bias, residual, relu, eps):
     return tuple(t.unflatten(0, (info.batch_size, -1)) for t in results), (0, 0, 0)
 
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's own switch: kernels run on the CPU, operation by operation, so that they can be tested without a GPU."""
+
+
+def on_kernels(x: Tensor) -> bool:
+    """Whether our kernels work on this tensor: on a CUDA device, and interpreted for float32 on a CPU."""
+    return x.is_cuda or (INTERPRETED and x.dtype == torch.float32)
+
+
 def our_kernels() -> Any:
-    """Return the Triton kernels; imported only here, where there is a GPU to run them."""
+    """Return the Triton kernels; imported only here, where something can run them."""
     from . import kernels
 
     return kernels
