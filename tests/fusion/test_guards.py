@@ -181,21 +181,22 @@ def test_stacked_leaves_out_clients_of_weight_zero():
             fuse_stacked(m, v, weights)
 
 
-@pytest.mark.parametrize("rule", ["aalv", "dwc"])
-def test_compiled_loops_agree(rule):
-    """The two that need most of the compiler: a vector logarithm, and a repair."""
+@pytest.mark.parametrize(("rule", "clients"), [("aalv", 4), ("dwc", 12)])
+def test_compiled_loops_agree(rule, clients):
+    """The two that need most of the compiler: a vector logarithm, and a repair; by one kernel, and by tiles of ten clients."""
     rng = torch.Generator().manual_seed(0)
-    m, v = torch.randn(4, 301, generator=rng), 10 ** (10 * torch.rand(4, 301, generator=rng) - 12)
+    m, v = torch.randn(clients, 301, generator=rng), 10 ** (10 * torch.rand(clients, 301, generator=rng) - 12)
+    weights = list(range(1, clients + 1))
     before = v.amax(0)
     before[::7] = 1e-30  # far surer than any client: repaired
     previous = Gaussian(m.mean(0), before)
     try:
-        got = fuse_stacked(m, v, [1, 2, 3, 4], rule, previous, compile=True)
+        got = fuse_stacked(m, v, weights, rule, previous, compile=True)
     except Exception as error:
         if "compiler" in str(error).lower():
             pytest.skip("no C++ compiler here")
         raise
-    want = fuse_stacked(m, v, [1, 2, 3, 4], rule, previous)
+    want = fuse_stacked(m, v, weights, rule, previous)
     torch.testing.assert_close(got.mean, want.mean, rtol=3e-7, atol=1e-7)
     torch.testing.assert_close(got.variance, want.variance, rtol=3e-7, atol=0)
 

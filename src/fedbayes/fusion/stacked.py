@@ -21,8 +21,9 @@ from .weighting import scaled
 
 _EAGER_TILE = (8, 2**12)
 """Clients and columns of a tile whose float64 temporaries (256 KiB each) stay in a CPU's cache."""
-_COMPILED_TILE = (16, 2**18)
-"""Clients a compiled CPU kernel reads side by side (prefetchers follow about 32 streams), and columns whose totals stay in cache."""
+_COMPILED_TILE = (10, 2**17)
+"""Clients a compiled CPU kernel reads side by side (two streams of memory each, more than prefetchers follow beyond that: measured,
+8 to 12 are best and 16 up to half as fast), and columns whose totals stay in cache."""
 _GPU_TILE = (16, 2**23)
 """Uncompiled on a GPU: as much as keeps it busy, with temporaries of 1 GiB whatever the number of clients."""
 
@@ -101,21 +102,22 @@ def _on_device(rule: Rule, weights: tuple[float, ...], device: torch.device) -> 
 
 def _whole(rule: Rule, sums: Tensor, m: Tensor, v: Tensor, w: Tensor, p: Gaussian, compile: bool) -> Gaussian:
     """Fuse all clients and columns by one kernel."""
-    return Gaussian(*_kernel(_fuse, rule, compile, m.is_cuda)(sums, m, v, w, *p))
+    return Gaussian(*_kernel(_fuse, rule, compile, m.is_cuda, len(m))(sums, m, v, w, *p))
 
 
 def _in_tiles(rule: Rule, sums: Tensor, m: Tensor, v: Tensor, w: Tensor, p: Gaussian, compile: bool) -> Gaussian:
     """Fuse a few clients and a block of columns at a time, so that temporaries and totals stay small (on a CPU: in cache)."""
     k, n = m.shape
     group, block = _GPU_TILE if m.is_cuda else _COMPILED_TILE if compile else _EAGER_TILE
-    add, solve = _kernel(_add, rule, compile), _kernel(_solve, rule, compile)
+    solve = _kernel(_solve, rule, compile)
     mean, variance = torch.empty_like(m[0]), torch.empty_like(v[0])
     for a in range(0, n, block):
         at = slice(a, min(a + block, n))
         pm, pv = p.mean[at], p.variance[at]
         total: Statistics = {}
         for i in range(0, k, group):
-            some = slice(i, i + group)
+            some = slice(i, min(i + group, k))
+            add = _kernel(_add, rule, compile, clients=some.stop - i)
             total = add(total, m[some, at], v[some, at], w[some], pm, pv)
         fused_mean, fused_variance = solve(sums, total, pm, pv)
         mean[at], variance[at] = _rounded(fused_mean, fused_variance, m.dtype, v.dtype)
@@ -161,20 +163,22 @@ def _rounded(
     return mean.to(mean_type), variance.to(variance_type).clamp(min=least_positive(variance_type))
 
 
-def _kernel(part: Callable[..., Any], rule: Rule, compile: bool, gpu: bool = False) -> Callable[..., Any]:
-    """Return one of the functions above for a rule, compiled if asked."""
-    return _compiled(part, rule, gpu) if compile else functools.partial(part, rule, False)
+def _kernel(
+    part: Callable[..., Any], rule: Rule, compile: bool, gpu: bool = False, clients: int = 0
+) -> Callable[..., Any]:
+    """Return one of the functions above for a rule (and, where they are unrolled, a number of clients), compiled if asked."""
+    return _compiled(part, rule, gpu, 0 if gpu else clients) if compile else functools.partial(part, rule, False)
 
 
-@functools.lru_cache(maxsize=64)
-def _compiled(part: Callable[..., Any], rule: Rule, gpu: bool) -> Callable[..., Any]:
-    """Compile a part for one rule. Each rule gets its own code object: torch limits recompilations per code object.
+@functools.lru_cache(maxsize=256)
+def _compiled(part: Callable[..., Any], rule: Rule, gpu: bool, clients: int) -> Callable[..., Any]:
+    """Compile a part for one rule. Each rule and number of clients gets its own code object: torch limits recompilations of one.
 
     On a GPU one compilation serves every number of clients and weights (``dynamic``): each costs seconds.
     On a CPU the clients are unrolled into one plain loop over columns, which the C++ compiler vectorises: inductor's own vectors convert
     float32 to float64 through memory; measured, four times slower (benchmarks/RESULTS.md).
     """
-    code = part.__code__.replace(co_name=f"{part.__name__}_{rule.name.replace('-', '_')}")
+    code = part.__code__.replace(co_name=f"{part.__name__}_{rule.name.replace('-', '_')}_{clients}")
     own = types.FunctionType(code, part.__globals__)
     if gpu:
         return functools.partial(torch.compile(own, dynamic=True), rule, False)
