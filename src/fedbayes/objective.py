@@ -136,8 +136,8 @@ def gaussian_kl(
     """Return KL(q || prior) summed over every weight that has a ``_rho`` (mean-field Gaussians, closed form).
 
     KL = sum[ (r² + z² - 1) / 2 - log r ] with r = sigma / s and z = (mu - m) / s, s² = v the prior's variance. Taken
-    element by element, so that near the prior nothing cancels in the sum, and with log r rather than log r², so that it
-    holds far below the square root of the smallest number.
+    element by element, so that nothing cancels between weights (within one, float32 leaves about 1e-7 nats), and with
+    log r rather than log r², so that it holds far below the square root of the smallest number.
     """
     total = _zero(parameters)
     for name in gaussian_names(parameters):
@@ -227,6 +227,8 @@ def make_terms(
     for term in ("kl_weight", "l2", "proximal"):
         if not 0 <= getattr(assignment, term) < math.inf:
             raise ConfigError(f"{term} is {getattr(assignment, term)}; a term's weight is 0 or more, and finite.")
+    if not parameters:
+        raise ConfigError("there are no parameters; a client needs some to train.")
     some = next(iter(parameters.values()))
     scalar = torch.zeros((), dtype=torch.float32, device=some.device)
     names = gaussian_names(parameters)

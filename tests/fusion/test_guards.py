@@ -145,6 +145,14 @@ def test_dwc_of_one_client_returns_it_however_sure_the_previous_global_was(varia
     assert got.variance.item() == pytest.approx(variance, rel=1e-15)
 
 
+@pytest.mark.parametrize(("mean", "before"), [(1e-12, 1.0), (1e-9, 1e3), (-3e-8, 7e5)])
+def test_dwc_of_one_client_keeps_a_mean_far_smaller_than_the_previous(mean, before):
+    for dtype, digits in ((torch.float64, 1e-15), (torch.float32, 0)):
+        client = one([mean], [0.3], dtype)
+        got = fuse([client], rule="dwc", previous=one([before], [1.0], dtype)).gaussians["w"]
+        assert got.mean.item() == pytest.approx(client.gaussians["w"].mean.item(), rel=digits, abs=0)
+
+
 def test_a_saved_total_knows_its_pivot_its_floor_and_its_rule(tmp_path, monkeypatch):
     (tmp_path / "rules_of_mine.py").write_text(
         "from dataclasses import dataclass\nfrom fedbayes.fusion import register\nfrom fedbayes.fusion.averages import NWA\n"
@@ -231,7 +239,9 @@ def test_clients_are_named_by_text_or_whole_numbers(tmp_path):
         total.absorb({})  # pyright: ignore[reportArgumentType]
     with pytest.raises(Refusal, match="its weight is 'heavy'"):
         total.absorb(GOOD[0], "heavy", 4)  # pyright: ignore[reportArgumentType]
-    assert [r["client"] for r in total.refused] == [4]
+    with pytest.raises(Refusal, match="already absorbed"):
+        total.absorb(GOOD[0], 1, "3")  # the record could not tell it from 3
+    assert [r["client"] for r in total.refused] == [4, "3"]
 
 
 def test_a_number_beyond_its_type_becomes_the_largest_one():
@@ -239,6 +249,10 @@ def test_a_number_beyond_its_type_becomes_the_largest_one():
     fused = fuse(far, rule="lp").gaussians["w"]
     assert fused.mean.item() == 0
     assert fused.variance.item() == torch.finfo(torch.float16).max
+    stacked = fuse_stacked(torch.tensor([[-1e30], [1e30]]), torch.ones(2, 1), rule="lp")
+    assert stacked.variance.item() == torch.finfo(torch.float32).max
+    counters = [Posterior(points={"n": torch.tensor(2**63 - 1)})]
+    assert fuse(counters).points["n"].item() == 2**63 - 1024  # the largest that a float64 and an int64 hold
 
 
 def test_mean_and_variance_keep_types_of_their_own():

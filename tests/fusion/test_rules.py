@@ -126,6 +126,15 @@ def test_linear_pooling_of_tiny_variances_about_large_means(reference):
     assert fused[0] == pytest.approx(mu, rel=1e-15)
 
 
+@pytest.mark.parametrize("distance", [1.0, 1e3, 1e6])
+def test_linear_pooling_keeps_the_smallest_variances_however_far_the_means_moved(distance):
+    means, previous = [distance / 3, distance / 3 + 1e-6], one(0.0, 1.0)
+    a, b = map(Fraction, means)
+    want = Fraction(1e-12) + ((a - b) / 2) ** 2
+    fused = of(fuse([one(m, 1e-12) for m in means], rule="lp", previous=previous))
+    assert fused[1] == pytest.approx(float(want), rel=1e-10)
+
+
 def test_linear_pooling_against_the_mixture_by_brute_force():
     means, sigmas, weights = np.array([-1.0, 0.4, 2.0]), np.array([0.3, 1.0, 0.05]), np.array([0.2, 0.5, 0.3])
     x = np.linspace(-12, 12, 400_001)

@@ -37,6 +37,24 @@ def test_pairwise_kl_with_means_far_from_zero_and_tiny_variances():
     np.testing.assert_allclose(pairwise_kl(few).numpy(), table(few), rtol=1e-9)
 
 
+@pytest.mark.parametrize("sigma", [1e-3, 1e-6])
+def test_pairwise_kl_of_neighbours_far_from_the_rest(sigma):
+    """Two clients within a thousandth of a sigma, and a third a million sigmas away."""
+    rng = torch.Generator().manual_seed(0)
+    near, far = torch.randn(2, 2000, generator=rng, dtype=torch.float64)
+    means = near, near + 1e-3 * sigma * torch.randn(2000, generator=rng, dtype=torch.float64), far
+    few = {k: Posterior({"w": (m, torch.full_like(m, sigma**2))}) for k, m in enumerate(means)}
+    np.testing.assert_allclose(pairwise_kl(few).numpy(), table(few), rtol=1e-9)
+    weights = client_weights("max-discrepancy-nearest", dict.fromkeys(few, 1), few)
+    assert weights[0] == pytest.approx(weights[1], rel=1e-9)
+
+
+def test_weights_of_any_size_are_normalised():
+    assert client_weights({0: 1e308, 1: 1e308}, {0: 1, 1: 1}) == {0: 0.5, 1: 0.5}
+    with pytest.raises(ConfigError, match="the weight of client 0 is inf"):
+        client_weights("size", {0: 10**400, 1: 1})
+
+
 def test_named_weightings(few, previous):
     matrix = table(few)
     far = np.where(np.eye(4, dtype=bool), -np.inf, matrix).max(1)

@@ -155,11 +155,19 @@ class Accumulator:
             self._deposit(key, term, 0)
         self.weights |= dict(weights)
 
+    def holds(self, client: Client) -> bool:
+        """Whether a client of this name is in the total; 1 and "1" are one client, as in the record."""
+        return client in self.weights or _twin(client) in self.weights
+
     def total(self) -> Statistics:
         """Return the total as float64 statistics."""
         total: Statistics = {}
         for key, cells in self._cells.items():
-            total[key], total[f"{key}_low"] = exact.value(cells) if self.reproducible else (cells[0], cells[1])
+            if key.removesuffix("_low") in self._cells and key.endswith("_low"):
+                continue
+            value, low = exact.value(cells) if self.reproducible else (cells[0], cells[1])
+            errors = self._cells.get(f"{key}_low")
+            total[key], total[f"{key}_low"] = value, low if errors is None else low + exact.value(errors)[0]
         return total
 
     def conclude(self) -> Fused:
@@ -231,13 +239,13 @@ class Accumulator:
         return self
 
     def _check_weight(self, given: float, client: Client) -> float:
-        if client in self.weights:
+        if self.holds(client):
             raise Refusal(client, "", "it was already absorbed in this round")
         right = f"a weight must be 0 or between {LEAST_WEIGHT:g} and {MOST_WEIGHT:g}"
         try:
             weight = float(given)
-        except (TypeError, ValueError):
-            raise Refusal(client, "", f"its weight is {given!r}; {right}") from None
+        except (TypeError, ValueError, OverflowError):
+            raise Refusal(client, "", f"its weight is {str(given)[:40]!r}; {right}") from None
         if not (weight == 0 or LEAST_WEIGHT <= weight <= MOST_WEIGHT):
             raise Refusal(client, "", f"its weight is {weight}; {right}")
         self._check_room(1)
@@ -266,7 +274,7 @@ class Accumulator:
     def _next_name(self) -> int:
         """Name a client that came without a name: by how many came before it, refused ones counted."""
         name = len(self.weights) + len(self.refused)
-        while name in self.weights:
+        while self.holds(name):
             name += 1
         return name
 
@@ -278,7 +286,7 @@ class Accumulator:
         return names | {"points"} if self.layout.points else names
 
     def _check_new(self, weights: Mapping[Client, float]) -> None:
-        both = sorted(map(str, self.weights.keys() & weights.keys()))
+        both = sorted(str(client) for client in weights if self.holds(client))
         if both:
             raise PosteriorError(f"client {both[0]} is in both totals; name clients uniquely (client=...).")
         self._check_room(len(weights))
@@ -298,8 +306,8 @@ class Accumulator:
             self._deposit("points", weight * self.layout.flat_points(posterior), 0)
 
     def _deposit(self, key: str, term: Tensor, at: int) -> None:
-        """Add part of a statistic; ``x_low`` goes to the cells of ``x``, which stand for the exact sum of both."""
-        key = key.removesuffix("_low")
+        """Add part of a statistic. ``x_low`` has cells of its own, which keep as many digits below those of ``x``; a plain pair takes both."""
+        key = key if self.reproducible else key.removesuffix("_low")
         if key not in self._cells:
             n, device = self._length(key), self.layout.device
             self._cells[key] = exact.new_cells(n, device) if self.reproducible else exact.new_pairs(n, device)
@@ -332,6 +340,13 @@ def name_of(client: Any) -> Client:
         return client if isinstance(client, str) else operator.index(client)
     except TypeError:
         raise PosteriorError(f"a client's name must be text or a whole number; {client!r} is neither.") from None
+
+
+def _twin(client: Client) -> Client | None:
+    """Return the other name that a record writes alike: "1" for 1 and 1 for "1"."""
+    if isinstance(client, int):
+        return str(client)
+    return int(client) if client.isdecimal() and str(int(client)) == client else None
 
 
 def _plain(posterior: Posterior) -> bool:

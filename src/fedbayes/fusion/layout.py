@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +16,15 @@ from ..posterior import Gaussian, Posterior
 def least_positive(dtype: torch.dtype) -> float:
     """Return the smallest positive number of a type, below which no fused variance falls: not the smallest *normal* one, 6e-5 in float16."""
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+def _whole(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to whole numbers that the type holds; a float64 rounds int64's largest up to one that it does not."""
+    if dtype == torch.bool:
+        return numbers.round()
+    most = torch.iinfo(dtype).max
+    top = float(most) if int(float(most)) <= most else math.nextafter(float(most), 0.0)
+    return numbers.round().clamp(float(torch.iinfo(dtype).min), top)
 
 
 class Entry(NamedTuple):
@@ -96,7 +106,7 @@ class Layout:
         """Return the posterior of flat vectors, in the layout's types: integers are rounded and stay integers.
 
         A number beyond the largest of its type (linear pooling in float16 can give one) becomes that largest number, and a variance
-        below the least positive one becomes that.
+        below the least positive one becomes that. Counters are exact up to 2**53, as float64 is.
         """
         gaussians, at = {}, 0
         for entry in self.gaussians:
@@ -111,7 +121,7 @@ class Layout:
         for entry in self.points:
             piece = points[at : (at := at + entry.shape.numel())]
             if not (entry.dtype.is_floating_point or entry.dtype.is_complex):
-                piece = piece.round()
+                piece = _whole(piece, entry.dtype)
             fused[entry.name] = piece.to(entry.dtype).reshape(entry.shape)
         return Posterior(gaussians, fused)
 

@@ -85,8 +85,8 @@ class DWC(Rule):
     """Distributed weight consolidation: the product of the clients, the shared prior counted once (Fischer eq. 17).
 
     1/σ² = Σ 1/σₖ² - (K-1)/σ₀², where q₀ is the previous global posterior, the prior every client started from.
-    Exact for conjugate models with disjoint data. The mean is written about q₀, μ = μ₀ + σ² Σ (μₖ-μ₀)/σₖ², and the
-    precisions are subtracted as pairs of float64, so nothing is lost however little or much the clients differ from q₀.
+    Exact for conjugate models with disjoint data. The mean is written about q₀, μ = μ₀ + σ² Σ (μₖ-μ₀)/σₖ², and moves
+    and precisions are pairs of float64, so nothing is lost however little or much the clients differ from q₀.
     A client less certain than the prior can make the precision non-positive; the option ``repair`` says what happens there.
     """
 
@@ -112,6 +112,12 @@ class DWC(Rule):
 
     def terms(self, q: Gaussian, weight: Any, pivot: Gaussian, address: tuple[int | str, ...]) -> Statistics:
         precision = 1 / q.variance
+        move, error = two_sum(q.mean, -pivot.mean)
+        shift, lost = two_product(precision, move)
+        return {"precision": precision, "shift": shift, "shift_low": lost + precision * error}
+
+    def terms_near(self, q: Gaussian, weight: Any, pivot: Gaussian) -> Statistics:
+        precision = 1 / q.variance
         return {"precision": precision, "shift": precision * (q.mean - pivot.mean)}
 
     def solve(self, total: Statistics, weights: WeightSums, pivot: Gaussian) -> Gaussian:
@@ -120,7 +126,11 @@ class DWC(Rule):
         difference, error = two_sum(total["precision"], -counted)
         low = total.get("precision_low", torch.zeros_like(error))
         precision = difference + (error + (low - counted_low))
-        return Gaussian(pivot.mean + total["shift"] / precision, 1 / precision)
+        move = total["shift"] / precision
+        product, product_low = two_product(move, precision)
+        rest = (total["shift"] - product) - product_low + total.get("shift_low", torch.zeros_like(error))
+        mean, lost = two_sum(pivot.mean, move)
+        return Gaussian(mean + (lost + rest / precision), 1 / precision)
 
     def mend(self, fused: Gaussian, pivot: Gaussian) -> tuple[Gaussian, Tensor | None]:
         bad = ~((fused.variance > 0) & torch.isfinite(fused.variance) & torch.isfinite(fused.mean))

@@ -268,7 +268,7 @@ def _convert(rule: type[Rule], option: str, given: Any, kind: Any) -> Any:
         try:
             number = float(given)
             return kind(given) if kind is float or isinstance(given, str) else _whole(number)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             kinds = {int: "a whole number", float: "a number"}
             raise ConfigError(f"{where} is {given!r}; it must be {kinds[kind]}.") from None
     return given

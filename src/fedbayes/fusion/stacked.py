@@ -159,8 +159,10 @@ def _fuse(
 def _rounded(
     mean: Tensor, variance: Tensor, mean_type: torch.dtype, variance_type: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the results in the clients' types, the variance never 0."""
-    return mean.to(mean_type), variance.to(variance_type).clamp(min=least_positive(variance_type))
+    """Return the results in the clients' types, the variance never 0, and neither infinite for being too large for its type."""
+    of_mean, of_variance = torch.finfo(mean_type).max, torch.finfo(variance_type).max
+    variance = variance.clamp(max=of_variance).to(variance_type).clamp(min=least_positive(variance_type))
+    return mean.clamp(-of_mean, of_mean).to(mean_type), variance
 
 
 def _kernel(

@@ -25,7 +25,7 @@ def absorb_together(
     refused: dict[Client, Refusal] = {}
     alike = [i for i, p in enumerate(posteriors) if _alike(p, total)] if _possible(total) else []
     fit = set(_fit(total, [posteriors[i] for i in alike], alike))
-    fit = [i for i in sorted(fit) if 1e-100 < weights[i] < 1e100 and clients[i] not in total.weights]
+    fit = [i for i in sorted(fit) if 1e-100 < weights[i] < 1e100 and not total.holds(clients[i])]
     for i in set(range(len(posteriors))) - set(fit):
         try:
             total.absorb(posteriors[i], weights[i], clients[i])
@@ -109,7 +109,6 @@ def _deposit(total: Accumulator, posteriors: Sequence[Posterior], weights: Seque
 
 
 def _add(total: Accumulator, key: str, terms: Tensor, at: int) -> None:
-    key = key.removesuffix("_low")
     if key not in total._cells:
         total._cells[key] = exact.new_cells(total._length(key), total.layout.device)
     exact.deposit_many(total._cells[key][:, at : at + terms.shape[1]], terms)

@@ -113,6 +113,8 @@ def weight_of(client: Client, given: Any, error: type[FedBayesError] = Posterior
         weight = float(given)
     except (TypeError, ValueError):
         raise error(f"the weight of client {client} is {given!r}; weights must be numbers.") from None
+    except OverflowError:
+        weight = math.inf
     if not (math.isfinite(weight) and weight >= 0):
         raise error(f"the weight of client {client} is {weight}; weights must be finite and not negative.")
     return weight
@@ -128,11 +130,10 @@ def scaled(weights: list[float], normalised: bool = False) -> list[float]:
 
 
 def _normalised(given: Mapping[Client, Any]) -> dict[Client, float]:
-    weights = {c: weight_of(c, w, ConfigError) for c, w in given.items()}
-    total = math.fsum(weights.values())
-    if total <= 0:
+    weights = [weight_of(c, w, ConfigError) for c, w in given.items()]
+    if max(weights) == 0:
         raise ConfigError("all clients have weight 0; at least one must be positive.")
-    return {c: w / total for c, w in weights.items()}
+    return dict(zip(given, scaled(weights, normalised=True), strict=True))
 
 
 def pairwise_kl(posteriors: Mapping[Client, Posterior]) -> Tensor:
@@ -140,8 +141,8 @@ def pairwise_kl(posteriors: Mapping[Client, Posterior]) -> Tensor:
 
     KL = ½ Σ (log σⱼ² - log σᵢ² + (σᵢ² + (μᵢ-μⱼ)²)/σⱼ² - 1). Expanded, Σ (σᵢ² + μᵢ²)/σⱼ² - 2 Σ μᵢ μⱼ/σⱼ² + Σ μⱼ²/σⱼ² are two products of
     K×P by P×K matrices. Means are centred on their average first, so that little cancels. O(K² P) arithmetic but O(K P)
-    memory traffic, against K² passes over the model. What does cancel is a divergence near nothing beside P: below 1e-11 P
-    a pair is computed by itself, so that equal posteriors have 0 and not the rounding of a large sum.
+    memory traffic, against K² passes over the model. Where a divergence is less than a millionth of the terms that make it
+    (two clients near each other and far from the average, in units of their sigmas), the pair is computed by itself.
     """
     clients = list(posteriors)
     if not clients:
@@ -150,12 +151,13 @@ def pairwise_kl(posteriors: Mapping[Client, Posterior]) -> Tensor:
     for client in clients[1:]:
         alike(posteriors[clients[0]], posteriors[client])
     k, device = len(clients), layout.device
-    result = torch.zeros(k, k, dtype=torch.float64, device=device)
+    result, size = torch.zeros(2, k, k, dtype=torch.float64, device=device)
     most = max(1, 2**24 // k)
     for pieces in layout.blocks(most):
         flats = [layout.flat_gaussian(posteriors[c], pieces) for c in clients]
-        result += _pairwise_block(torch.stack([f.mean for f in flats]), torch.stack([f.variance for f in flats]))
-    close = (result < 1e-11 * layout.weights).fill_diagonal_(False)
+        value, terms = _pairwise_block(torch.stack([f.mean for f in flats]), torch.stack([f.variance for f in flats]))
+        result, size = result + value, size + terms
+    close = (result < 1e-6 * size).fill_diagonal_(False)
     for i, j in close.nonzero().tolist():
         a, b = posteriors[clients[i]], posteriors[clients[j]]
         result[i, j] = 0.0 if _same(a, b) else kl(a, b)
@@ -169,13 +171,13 @@ def _same(a: Posterior, b: Posterior) -> bool:
     )
 
 
-def _pairwise_block(means: Tensor, variances: Tensor) -> Tensor:
-    """Return the (K, K) matrix of KL summed over one block of weights."""
+def _pairwise_block(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the (K, K) matrix of KL summed over one block of weights, and how large the terms are that cancel in it."""
     means = means - means.mean(0)
     precision, log = 1 / variances, torch.log(variances).sum(1)
     scaled = means * precision
-    cross = (variances + means * means) @ precision.T - 2 * (means @ scaled.T) + (means * scaled).sum(1)[None, :]
-    return 0.5 * (cross + log[None, :] - log[:, None] - means.shape[1])
+    terms = (variances + means * means) @ precision.T + (means * scaled).sum(1)[None, :]
+    return 0.5 * (terms - 2 * (means @ scaled.T) + log[None, :] - log[:, None] - means.shape[1]), terms
 
 
 def _discrepancy(reading: str) -> Callable[..., Mapping[Client, float]]:

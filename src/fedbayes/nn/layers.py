@@ -74,6 +74,8 @@ class Variational(nn.Module):
 def _scale_like(mean: Tensor | None, sigma: float) -> nn.Parameter:
     assert mean is not None
     rho = inverse_softplus(torch.tensor(sigma, dtype=torch.float64)).item()
+    if rho > torch.finfo(mean.dtype).max:
+        raise ConfigError(f"sigma is {sigma:g}, more than weights of type {mean.dtype} hold.")
     return nn.Parameter(torch.full_like(mean, rho), requires_grad=mean.requires_grad)
 
 
@@ -156,11 +158,21 @@ class LocalReparameterization(Variational):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output under a fresh draw."""
         mean = self.apply_map(x, self.weight, self.bias)
-        bias_variance = None if self.bias_rho is None else F.softplus(self.bias_rho).square()
-        variance = self.apply_map(x.square(), F.softplus(self.weight_rho).square(), bias_variance)
-        alive = variance > 0  # also false for the tiny negatives that Winograd and FFT convolutions make
-        std = torch.where(alive, variance, 1).sqrt() * alive
+        if mean.dtype == torch.float16:  # whose squares are 0 below 2.4e-4 and infinite above 256
+            with torch.autocast(x.device.type, enabled=False):
+                std = self._deviation(
+                    x.float(), self.weight_rho.float(), None if self.bias_rho is None else self.bias_rho.float()
+                )
+            std = std.to(mean.dtype)
+        else:
+            std = self._deviation(x, self.weight_rho, self.bias_rho)
         return torch.addcmul(mean, std, torch.randn_like(std))
+
+    def _deviation(self, x: Tensor, rho: Tensor, bias_rho: Tensor | None) -> Tensor:
+        bias = None if bias_rho is None else F.softplus(bias_rho).square()
+        variance = self.apply_map(x.square(), F.softplus(rho).square(), bias)
+        alive = variance > 0  # also false for the tiny negatives that Winograd and FFT convolutions make
+        return torch.where(alive, variance, 1).sqrt() * alive
 
 
 class WeightSampling(Variational):
