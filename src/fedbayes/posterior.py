@@ -25,6 +25,11 @@ class Gaussian(NamedTuple):
     variance: Tensor
 
 
+def least_positive(dtype: torch.dtype) -> float:
+    """Return the smallest positive number of a type, below which no variance falls: not the smallest *normal* one, 6e-5 in float16."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
 @dataclass(frozen=True, eq=False)
 class Posterior:
     """A distribution over a network's state: named Gaussian tensors and named point tensors.
@@ -40,22 +45,40 @@ class Posterior:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for table in (self.gaussians, self.points):
+            if not isinstance(table, Mapping):
+                raise PosteriorError(f"a posterior's tensors must be a dictionary by name, not {type(table).__name__}.")
+            for name in table:
+                if not isinstance(name, str):
+                    raise PosteriorError(f"{name!r} is the name of a tensor; it must be text.")
         object.__setattr__(self, "gaussians", {n: _gaussian(n, g) for n, g in self.gaussians.items()})
         object.__setattr__(self, "points", dict(self.points))
         for name, t in self.points.items():
             if not isinstance(t, Tensor):
                 raise PosteriorError(f"'{name}' is a {type(t).__name__}; a point must be a torch tensor.")
+            _dense(name, t)
             if name in self.gaussians:
                 raise PosteriorError(f"'{name}' is both a Gaussian and a point; it must be one of them.")
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Posterior:
-        """Return a copy on another device or in another floating-point type (integer points keep theirs)."""
+        """Return a copy on another device or in another floating-point type (integer points keep theirs).
+
+        A positive variance below the least positive number of the type becomes that number, not 0.
+        """
+        if dtype is not None and not dtype.is_floating_point:
+            raise PosteriorError(f"a posterior's numbers cannot be of type {dtype}; take a floating-point one.")
 
         def move(t: Tensor) -> Tensor:
             return t.to(device=device, dtype=dtype if t.is_floating_point() else None)
 
+        def spread(v: Tensor) -> Tensor:
+            moved = move(v)
+            if dtype is None or not v.is_floating_point():
+                return moved
+            return torch.where(v.to(moved.device) > 0, moved.clamp(min=least_positive(dtype)), moved)
+
         return Posterior(
-            {n: Gaussian(move(g.mean), move(g.variance)) for n, g in self.gaussians.items()},
+            {n: Gaussian(move(g.mean), spread(g.variance)) for n, g in self.gaussians.items()},
             {n: move(t) for n, t in self.points.items()},
             self.metadata,
         )
@@ -72,8 +95,13 @@ class Posterior:
         tensors |= {f"variance/{n}": g.variance for n, g in self.gaussians.items()}
         tensors |= {f"point/{n}": t for n, t in self.points.items()}
         tensors = {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
-        header = {"fedbayes": json.dumps({**self.metadata, **(metadata or {})})}
-        return _to_bytes(tensors, metadata=header)
+        try:
+            header = json.dumps({**self.metadata, **(metadata or {})})
+        except TypeError as error:
+            raise PosteriorError(
+                f"a posterior's metadata must be text by name, to be written to a file ({error})."
+            ) from None
+        return _to_bytes(tensors, metadata={"fedbayes": header})
 
     @staticmethod
     def load(path: str | Path, device: torch.device | str = "cpu") -> Posterior:
@@ -125,6 +153,8 @@ def _gaussian(name: str, pair: tuple[Tensor, Tensor]) -> Gaussian:
         kinds = [type(t).__name__ for t in pair] if isinstance(pair, tuple | list) else type(pair).__name__
         raise PosteriorError(f"'{name}' is {kinds}; a Gaussian must be a pair of torch tensors, mean and variance.")
     g = Gaussian(*pair)
+    _dense(name, g.mean)
+    _dense(name, g.variance)
     if g.mean.shape != g.variance.shape:
         raise PosteriorError(
             f"'{name}': mean has shape {tuple(g.mean.shape)} and variance {tuple(g.variance.shape)}; they must be equal."
@@ -132,8 +162,16 @@ def _gaussian(name: str, pair: tuple[Tensor, Tensor]) -> Gaussian:
     return g
 
 
+def _dense(name: str, t: Tensor) -> None:
+    if t.layout is not torch.strided or t.is_meta:
+        raise PosteriorError(f"'{name}' is {'on meta' if t.is_meta else t.layout}; a tensor must hold all its numbers.")
+
+
 def alike(q: Posterior, p: Posterior) -> None:
     """Raise unless both have Gaussians of the same names and shapes, as a KL between them needs."""
+    for given in (q, p):
+        if not isinstance(given, Posterior):
+            raise PosteriorError(f"a KL is between two posteriors; this is a {type(given).__name__}.")
     for name in sorted(q.gaussians.keys() ^ p.gaussians.keys()):
         raise PosteriorError(f"'{name}' is Gaussian in one posterior and not in the other; KL needs the same names.")
     for name, g in q.gaussians.items():
@@ -149,12 +187,17 @@ def kl(q: Posterior, p: Posterior) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.float64)
     alike(q, p)
+    positive = {}
     for name, g in q.gaussians.items():
         mq, vq = g.mean.double(), g.variance.double()
         mp, vp = p.gaussians[name].mean.to(mq), p.gaussians[name].variance.to(vq)
         r = (vq - vp) / vp
         log = torch.where(r.abs() < 0.5, torch.log1p(r), torch.log(vq) - torch.log(vp))
         total = total.to(mq.device) + 0.5 * (r - log + (mq - mp) ** 2 / vp).sum()
+        positive[name] = (torch.minimum(vq, vp) > 0).all()
+    for name, fit in positive.items():  # after the loop, which then waits for no device
+        if not fit:
+            raise PosteriorError(f"'{name}' has a variance that is not positive; a KL needs positive ones.")
     return total
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+import threading
 
 import pytest
 import torch
@@ -256,11 +258,28 @@ class ReadsInProduct(Reads):
         return x[..., :2, :2] @ self.conv.weight[:, 0, :2, :2].sum(0)
 
 
+class ReadsAllOfIt(Reads):
+    def features(self, x: Tensor) -> Tensor:
+        for kernel in self.conv.parameters():
+            return x[..., :2, :2] @ kernel[:, 0, :2, :2].sum(0)
+        return x
+
+
+class ReadsByBoundForward(Reads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = self.conv.forward  # bound to torch's, before the layer is another
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.go(x)
+
+
 @pytest.mark.parametrize("cls", [Reads, *Reads.__subclasses__()])
 def test_a_weight_read_behind_its_layers_back_is_reported(cls: type[Reads]) -> None:
     (sentence,) = nn.survey(cls()).unseen
     assert sentence.startswith(f"the network ({cls.__name__}) reads 'conv.weight' itself in its forward")
-    assert ("conv" in sentence.partition("(through ")[2]) == (cls is not ReadsInProduct)
+    functional = cls not in (ReadsInProduct, ReadsAllOfIt, ReadsByBoundForward)
+    assert ("conv" in sentence.partition("(through ")[2]) == functional
     with pytest.warns(nn.NotConverted, match=r"reads 'conv\.weight'"):
         bayesian = nn.bayesianize(cls())
     assert nn.gaussian_names(dict(bayesian.named_parameters())) == ["conv.weight", "linear.weight"]
@@ -305,6 +324,18 @@ class ReadsTwiceNamed(ReadsMany):
         return self.other(x @ first.weight)
 
 
+class ReadsByTorchsForward(ReadsMany):
+    def forward(self, x: Tensor) -> Tensor:
+        return tnn.Linear.forward(self.one, x)
+
+
+class ReadsAllInLoop(ReadsMany):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x @ next(layer.parameters())
+        return x
+
+
 @pytest.mark.parametrize("cls", ReadsMany.__subclasses__())
 def test_a_weight_read_from_a_layer_that_has_no_plain_name_is_reported(cls: type[ReadsMany]) -> None:
     (sentence,) = nn.survey(cls()).unseen
@@ -331,6 +362,14 @@ def test_functional_layers_are_found_without_source_and_in_hooks_and_lambdas() -
     ]
 
 
+def test_a_point_tied_to_a_converted_weight_is_said_to_see_its_mean() -> None:
+    model = tnn.Sequential(tnn.Linear(8, 10, bias=False), tnn.Embedding(10, 8))
+    model[0].weight = model[1].weight
+    (sentence,) = nn.survey(model).unseen
+    assert sentence.startswith("'1' (Embedding) reads '0.weight' itself")
+    assert "points" not in sentence
+
+
 class NotInForward(tnn.Module):
     """Mentions functional layers and weights where they do no harm."""
 
@@ -338,10 +377,15 @@ class NotInForward(tnn.Module):
         super().__init__()
         self.linear = tnn.Linear(4, 4)
         self.conv2d = tnn.Conv2d(1, 1, 1)
+        self.norm = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.norm is not None:
+            return self.norm(x)
         x = x.to(self.linear.weight.device, self.linear.weight.dtype)
-        q = self.linear(self.conv2d(x[None])[0])
+        x = x.to(next(self.linear.parameters()).device)
+        x = torch.func.functional_call(self.linear, dict(self.linear.named_parameters()), x)
+        q = self.linear.forward(self.conv2d(x[None])[0])
         return F.scaled_dot_product_attention(q, q, q)
 
     def complexity(self) -> Tensor:
@@ -479,11 +523,56 @@ def test_impossible_requests_say_what_would_be_right() -> None:
         nn.bayesianize(tnn.Sequential(tnn.LazyLinear(3)), "flipout")
     with pytest.raises(ConfigError, match=r"cannot be copied.*remove_weight_norm"):
         nn.bayesianize(tnn.Sequential(prune.l1_unstructured(tnn.Linear(4, 4), "weight", 0.5)), "flipout")
+    for odd in (threading.Lock(), (x for x in "")):
+        holder = tnn.Linear(4, 4)
+        holder.odd = odd  # type: ignore[assignment]
+        with pytest.raises(ConfigError, match=r"cannot be copied \(cannot pickle '(_thread.lock|generator)' object\)"):
+            nn.bayesianize(holder)
+    for wrong in ({"where": 3}, {"where": [3]}, {"sigma": "a"}, {"dropout": "a"}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(ConfigError, match=rf"^{name} is {re.escape(repr(value))}; it must be a "):
+            nn.bayesianize(model, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"sigma is 100000, more than weights of type torch.float16 hold"):
+        nn.bayesianize(tnn.Linear(8, 4).half(), sigma=1e5)
     with pytest.raises(ConfigError, match="not str"):
         nn.bayesianize("resnet20", "flipout")  # type: ignore[arg-type]
     model.register_parameter("odd_rho", tnn.Parameter(torch.zeros(1)))
     with pytest.raises(ConfigError, match="'odd_rho'; names that end in '_rho' belong to scales"):
         nn.bayesianize(model, "flipout")
+
+
+class Signed(tnn.Linear):
+    _signs = 3
+
+
+class Mapped(tnn.Linear):
+    def apply_map(self) -> None: ...
+
+
+class Masked(tnn.Linear):
+    def __init__(self, *sides: int) -> None:
+        super().__init__(*sides)
+        self.mask = 3
+
+
+@pytest.mark.parametrize(
+    ("cls", "buffer", "kind", "name"),
+    [
+        (tnn.Linear, "mask", "dropout", "mask"),
+        (Masked, "", "dropout", "mask"),
+        (tnn.Linear, "weight_rho", "flipout", "weight_rho"),
+        (Signed, "", "flipout", "_signs"),
+        (Mapped, "", "local", "apply_map"),
+    ],
+)
+def test_a_layer_that_has_a_name_of_the_bayesian_one_is_refused(cls, buffer: str, kind: str, name: str) -> None:
+    model = tnn.Sequential(cls(4, 4), tnn.Linear(4, 2))
+    if buffer:
+        model[0].register_buffer(buffer, torch.ones(4))
+    with pytest.raises(ConfigError, match=rf"'0' \({cls.__name__}\) has a '{name}' of its own.* {kind} layers"):
+        nn.bayesianize(model, kind)
+    nn.bayesianize(model, kind, where="1")
+    nn.bayesianize(model, "sample" if kind == "dropout" else "dropout")  # which do not need it
 
 
 class Listed(tnn.Module):

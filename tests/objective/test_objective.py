@@ -370,6 +370,8 @@ def test_impossible_objectives_are_refused() -> None:
         objective.kl_divisor("federated", 10, 100, 2)
     with pytest.raises(ConfigError, match="at least one example"):
         objective.kl_divisor("client", 0, 100, 2)
+    with pytest.raises(ConfigError, match="there are no parameters"):
+        objective.make_terms(assignment(), {})
     with pytest.raises(ConfigError, match=r"prior_std of 'conv1\.weight' is 0"):
         objective.make_terms(assignment(prior_std=0.0), parameters)
     with pytest.raises(PosteriorError, match=r"no Gaussian 'conv1\.weight'"):

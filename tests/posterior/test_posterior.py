@@ -71,6 +71,42 @@ def test_kl_of_near_posteriors_does_not_cancel(eps):
     assert float(kl(q, p)) == pytest.approx(series, rel=1e-7 if eps == 1e-7 else 1e-8)
 
 
+@pytest.mark.parametrize(("q", "p"), [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (-1.0, -1.0)])
+def test_kl_needs_positive_variances(q, p):
+    q, p = (Posterior({"w": (torch.zeros(2), torch.tensor([1.0, v]))}) for v in (q, p))
+    with pytest.raises(PosteriorError, match="'w' has a variance that is not positive"):
+        kl(q, p)
+
+
+PAIR = (torch.zeros(2), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("make_it", "sentence"),
+    [
+        (lambda: Posterior([1, 2]), "a dictionary by name, not list"),
+        (lambda: Posterior(None), "a dictionary by name, not NoneType"),
+        (lambda: Posterior({1: PAIR}), "1 is the name of a tensor; it must be text"),
+        (lambda: Posterior(points={"b": PAIR[0].to_sparse()}), "'b' is torch.sparse_coo"),
+        (lambda: Posterior({"w": tuple(t.to("meta") for t in PAIR)}), "'w' is on meta"),
+        (lambda: Posterior({"w": PAIR}, metadata={"x": PAIR[0]}).to_bytes(), "metadata must be text by name"),
+        (lambda: Posterior({"w": PAIR}).to(dtype=torch.int32), "cannot be of type torch.int32"),
+        (lambda: kl(Posterior(), None), "between two posteriors; this is a NoneType"),
+    ],
+)
+def test_impossible_posteriors_say_what_would_be_right(make_it, sentence):
+    with pytest.raises(PosteriorError, match=sentence):
+        make_it()
+
+
+def test_a_narrower_type_keeps_positive_variances_positive():
+    q = Posterior({"w": (torch.zeros(3), torch.tensor([0.0, 1e-12, 0.25]))}, {"steps": torch.tensor(5)})
+    for dtype, least in ((torch.float16, 2.0**-24), (torch.bfloat16, 1e-12), (torch.float64, 1e-12)):
+        g = q.to(dtype=dtype).gaussians["w"]
+        assert g.variance.dtype == dtype
+        assert g.variance.tolist() == pytest.approx([0.0, least, 0.25], rel=1e-2)
+
+
 nan, inf = float("nan"), float("inf")
 BAD = [
     ("mean NaN", {"b__weight": (torch.tensor([0, nan, 0, 0]), torch.ones(4))}, "b.weight", "NaN"),

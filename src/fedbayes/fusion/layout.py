@@ -10,12 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..posterior import Gaussian, Posterior
-
-
-def least_positive(dtype: torch.dtype) -> float:
-    """Return the smallest positive number of a type, below which no fused variance falls: not the smallest *normal* one, 6e-5 in float16."""
-    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+from ..posterior import Gaussian, Posterior, least_positive
 
 
 def _whole(numbers: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, PosteriorError
-from ..posterior import Gaussian
-from .layout import least_positive
+from ..posterior import Gaussian, least_positive
 from .rule import Rule, Statistics, WeightSums, get_rule
 from .weighting import scaled
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any
 
 import torch
@@ -80,6 +81,9 @@ def bayesianize(
     """
     if kind != "deterministic" and kind not in LAYERS:
         raise ConfigError(f"'{kind}' is no kind of network; {nearest(kind, ['deterministic', *LAYERS])}")
+    for name, value in (("sigma", sigma), ("dropout", dropout)):
+        if not isinstance(value, Real):
+            raise ConfigError(f"{name} is {value!r}; it must be a number.")
     _check_ready(module)
     original, module = module, _copy(module)
     if kind == "deterministic":
@@ -93,11 +97,10 @@ def bayesianize(
     if not plan.converted:
         raise ConfigError(_nothing_to_convert(module, plan))
     options = {"p": dropout} if kind == "dropout" else {"sigma": sigma, "bayesian_bias": bayesian_bias}
-    chosen = set(plan.converted)
-    layers = [layer for name, layer in module.named_modules() if name in chosen]
-    for layer in layers:
-        _convert(layer, kind, options)
-    _share_scales(layers)
+    layers = {name: module.get_submodule(name) for name in plan.converted}
+    for name, layer in layers.items():
+        _convert(name, layer, kind, options)
+    _share_scales(layers.values())
     _check_names(module)
     if warn:
         _warn(plan.unseen)
@@ -107,6 +110,10 @@ def bayesianize(
 def _warn(sentences: Iterable[str]) -> None:
     for sentence in sentences:
         warnings.warn(sentence, NotConverted, stacklevel=3)
+
+
+def _named(name: str, layer: nn.Module) -> str:
+    return f"'{name}' ({type(layer).__name__})" if name else f"the network ({type(layer).__name__})"
 
 
 def _kind_of(layer: nn.Module) -> type[nn.Module] | None:
@@ -124,10 +131,18 @@ def _kind_of(layer: nn.Module) -> type[nn.Module] | None:
     return None
 
 
-def _convert(layer: nn.Module, kind: str, options: dict[str, Any]) -> None:
+def _convert(name: str, layer: nn.Module, kind: str, options: dict[str, Any]) -> None:
     """Make a layer its Bayesian sibling, in place: whoever holds the layer, in whatever list, holds the new one."""
     base = _kind_of(layer)
     assert base is not None
+    bayesian = LAYERS[kind][base]
+    own = ("weight" + RHO, "bias" + RHO) if issubclass(bayesian, Variational) else ("mask",)
+    taken = [n for n in (*own, *sorted({*dir(bayesian)} - {*dir(base)})) if hasattr(layer, n)]
+    if taken:
+        raise ConfigError(
+            f"{_named(name, layer)} has a '{taken[0]}' of its own, a name that {kind} layers need: rename it, or leave "
+            "the layer out with `where`."
+        )
     layer.__class__ = sibling(kind, base, type(layer))
     if isinstance(layer, Variational):
         layer.add_scales(options["sigma"], options["bayesian_bias"])
@@ -135,7 +150,7 @@ def _convert(layer: nn.Module, kind: str, options: dict[str, Any]) -> None:
         layer.mask = Dropout(options["p"])
 
 
-def _share_scales(layers: Sequence[nn.Module]) -> None:
+def _share_scales(layers: Iterable[nn.Module]) -> None:
     """Layers that share a mean (tied weights) share its scale."""
     scales: dict[int, nn.Parameter] = {}
     for layer in layers:
@@ -173,7 +188,7 @@ def _keep_dropout_on(module: nn.Module) -> bool:
 def _off_in_evaluation(module: nn.Module) -> Iterator[str]:
     """Sentences on dropout that no layer replacement keeps on in evaluation."""
     for name, layer in module.named_modules():
-        where = f"'{name}' ({type(layer).__name__})" if name else f"the network ({type(layer).__name__})"
+        where = _named(name, layer)
         calls = [c for c in functional.uses(layer)[0] if c in functional.DROPOUTS]
         inside = isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)) and layer.dropout > 0
         if isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout)) or inside:
@@ -189,7 +204,10 @@ def _choose(where: Where, layers: dict[str, nn.Module]) -> set[str]:
     """Names of the layers that ``where`` picks; a pattern that matches none of them is a mistake."""
     if callable(where):
         return {name for name, layer in layers.items() if where(name, layer)}
-    patterns = [p.strip() for p in (where.split(",") if isinstance(where, str) else where) if p.strip()]
+    given = where.split(",") if isinstance(where, str) else [*where] if isinstance(where, Iterable) else [where]
+    if not all(isinstance(p, str) for p in given):
+        raise ConfigError(f"where is {where!r}; it must be a glob pattern, several, or a function of name and layer.")
+    patterns = [p.strip() for p in given if p.strip()]
     if not patterns:
         return set(layers)
     for pattern in patterns:
@@ -223,7 +241,7 @@ def _check_ready(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise ConfigError(f"bayesianize takes a torch.nn.Module, not {type(module).__name__}.")
     for name, part in module.named_modules():
-        where = f"'{name}' ({type(part).__name__})" if name else f"the network ({type(part).__name__})"
+        where = _named(name, part)
         if isinstance(part, torch.jit.ScriptModule):
             raise ConfigError(
                 f"{where} is a TorchScript module, whose layers cannot be replaced; start from the original."
@@ -244,10 +262,11 @@ def _check_ready(module: nn.Module) -> None:
 def _copy(module: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(module)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"the network cannot be copied ({str(error).partition('.')[0]}); if it has old-style reparametrisations, undo "
-            "them first (torch.nn.utils.remove_weight_norm, torch.nn.utils.prune.remove)."
+            f"the network cannot be copied ({str(error).partition('. ')[0].rstrip('.')}); take out what copy.deepcopy "
+            "refuses, such as locks and generators; if it has old-style reparametrisations, undo them first "
+            "(torch.nn.utils.remove_weight_norm, torch.nn.utils.prune.remove)."
         ) from None
 
 
@@ -264,22 +283,24 @@ def _closed_layers(module: nn.Module) -> set[str]:
 
 def _unseen(module: nn.Module, closed: set[str], converted: set[str]) -> Iterator[str]:
     """Sentences on weights no layer replacement can reach."""
-    gaussian = {f"{name}.weight".lstrip(".") for name in converted}
+    gaussian = {f"{n}.weight".lstrip("."): id(m.weight) for n, m in module.named_modules() if n in converted}
     told: set[str] = set()
     for name, layer in module.named_modules():
         if (_kind_of(layer) is not None and name not in closed) or isinstance(layer, (Variational, *_NORMS)):
             continue
-        where = f"'{name}' ({type(layer).__name__})" if name else f"the network ({type(layer).__name__})"
+        where = _named(name, layer)
         if name and name.rpartition(".")[0] in told:  # a part of something already told
             told.add(name)
         elif isinstance(layer, _READS_ITS_CHILDREN):
             told.add(name)
             yield f"{where} uses its weights directly; they stay points."
         else:
-            own = [n for n, p in layer.named_parameters(recurse=False) if p.dim() > 1]
+            weights = {n: id(p) for n, p in layer.named_parameters(recurse=False) if p.dim() > 1}
+            own = [n for n, p in weights.items() if p not in gaussian.values()]
             used, read = functional.uses(layer)
             calls = [c for c in used if c in functional.NAMES]
             read = [n for n in read if any(fnmatchcase(g, f"{name}.{n}".lstrip(".")) for g in gaussian)]
+            read += [g for g, mean in gaussian.items() if mean in weights.values()]  # tied
             if own or calls or read:
                 yield f"{where} {_unreached(own, calls, read)}"
 

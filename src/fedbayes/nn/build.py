@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -101,11 +102,10 @@ def build(
     left them: for your own, that may be trained weights. An own network always keeps what is no linear or convolutional
     layer (drawn by its constructor, they depend on the seed alone, too).
     """
-    _check(kind, init, classes, dropout)
-    if min(input_shape or (in_channels,), default=1) < 1:
-        raise ConfigError(
-            f"inputs of shape {tuple(input_shape or (in_channels,))} hold nothing; every side is at least 1."
-        )
+    _check(name, kind, init, classes, dropout)
+    sides = input_shape or (in_channels,)
+    if not (isinstance(sides, Sequence) and all(isinstance(side, Integral) and side > 0 for side in sides)):
+        raise ConfigError(f"there are no inputs of shape {sides}; every side is a whole number of at least 1.")
     own = ":" in name
     if not own and name not in NETWORKS:
         raise ConfigError(f"'{name}' is no network; {nearest(name, NETWORKS)} (or package.module:function)")
@@ -120,7 +120,7 @@ def build(
         _takes(name, make, width=width, shortcut=shortcut)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeds.derive(seed, "init", "constructor"))
-        plain = make(**_accepted(make, {"classes": classes, "input_shape": shape, **options}))
+        plain = make(**_accepted(name, make, {"classes": classes, "input_shape": shape, **options}))
     if not isinstance(plain, nn.Module):
         raise ConfigError(f"'{name}' returned {type(plain).__name__}; it must return a torch.nn.Module.")
     choice = where or (default.dropout if kind == "dropout" else default.variational)
@@ -128,14 +128,16 @@ def build(
     return initialize(module, init, sigma, seeds.torch_rng(seed, "init"))
 
 
-def _check(kind: str, init: str, classes: int, dropout: float) -> None:
+def _check(name: str, kind: str, init: str, classes: int, dropout: float) -> None:
+    if not isinstance(name, str):
+        raise ConfigError(f"a network is asked for by its name, not by {name!r}.")
     if kind not in KINDS:
         raise ConfigError(f"'{kind}' is no kind of network; {nearest(kind, KINDS)}")
     if init not in INITIALIZERS:
         raise ConfigError(f"'{init}' is no initialisation; {nearest(init, INITIALIZERS)}")
-    if classes < 2:
-        raise ConfigError(f"classes is {classes}; a classifier needs at least 2.")
-    if not 0 <= dropout < 1:
+    if not isinstance(classes, Integral) or classes < 2:
+        raise ConfigError(f"classes is {classes!r}; a classifier needs a whole number of them, at least 2.")
+    if not isinstance(dropout, Real) or not 0 <= dropout < 1:
         raise ConfigError(f"dropout is {dropout}; a dropout probability is at least 0 and below 1.")
 
 
@@ -145,12 +147,14 @@ def _takes(name: str, make: Callable[..., nn.Module], width: int, shortcut: str)
     for option, value, default in (("width", width, 0), ("shortcut", shortcut, "A")):
         if value != default and option not in known:
             raise ConfigError(f"{name} has no {option}; leave it at {default!r}, or choose another network.")
-    if width < 0:
+    if not isinstance(width, Integral) or width < 0:
         raise ConfigError(f"width is {width}; it must be 0 (the network's own) or more.")
 
 
 def _own(name: str) -> Callable[..., nn.Module]:
     module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
+        raise ConfigError(f"'{name}' is no network of your own; write package.module:function.")
     try:
         made = getattr(importlib.import_module(module_name), attribute)
     except ImportError as error:
@@ -162,9 +166,15 @@ def _own(name: str) -> Callable[..., nn.Module]:
     return made  # type: ignore[return-value]
 
 
-def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that the function takes."""
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return arguments
-    return {k: v for k, v in arguments.items() if k in parameters}
+def _accepted(name: str, function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that the function takes; refuse one that needs others."""
+    try:
+        signature = inspect.signature(function)
+        if not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+            arguments = {k: v for k, v in arguments.items() if k in signature.parameters}
+        signature.bind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"network '{name}' cannot be made ({error}); its function is called with classes, in_channels and input_shape."
+        ) from None
+    return arguments

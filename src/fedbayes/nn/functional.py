@@ -37,6 +37,16 @@ DROPOUTS = (
 """Functional dropout, which a layer's ``training`` flag switches off."""
 
 _FUNCTIONAL = {id(getattr(space, n)): n for n in (*NAMES, *DROPOUTS) for space in (F, torch) if hasattr(space, n)}
+_FUNCTIONAL[id(torch.func.functional_call)] = "functional_call"
+_TORCHS_OWN = {
+    id(vars(cls)[n])
+    for cls in (nn.Linear, nn.Conv1d, nn.Conv2d)
+    for n in ("forward", "_conv_forward")
+    if n in vars(cls)
+}
+"""Forwards of torch's layers: asked for by class, or bound before the layer was replaced, they draw nothing."""
+_ALL_WEIGHTS = frozenset(["parameters", "named_parameters", "state_dict"])
+_CALLS = frozenset(["PUSH_NULL", "PRECALL", "CALL"])
 _ABOUT = frozenset([
     "dtype", "device", "shape", "ndim", "requires_grad", "is_cuda", "size", "dim", "numel", "layout",
     "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros",
@@ -55,25 +65,29 @@ _NOTHING_NEW = frozenset(
 def uses(layer: nn.Module) -> tuple[list[str], list[str]]:
     """Return what ``layer.forward`` uses: names of functional layers, and names (from ``layer``) of other layers' weights.
 
-    The second are parameters with two or more axes of modules inside ``layer`` whose values the code reads itself;
+    The second are parameters with two or more axes of modules inside ``layer`` whose values the code reads itself,
+    by name, by asking a module for all of its own, or through torch's ``nn.Linear.forward`` instead of the layer's;
     ``*.weight`` where it cannot be told of which of them (``self.layers[i].weight``).
     """
     reader = _Reader(layer)
     reader.method(layer, "forward")
     for hook in (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()):
         reader.use(hook)
-    return sorted(reader.calls), sorted(reader.weights)
+    listed = set() if "functional_call" in reader.calls else reader.listed  # it runs the layer, with those
+    return sorted(reader.calls), sorted(reader.weights | listed)
 
 
 class _Reader:
-    """Walks code and collects ``calls`` and ``weights``."""
+    """Walks code and collects ``calls``, ``weights``, and those ``listed`` by asking a module for all of its own."""
 
     def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
         inner = ((n, p) for n, p in layer.named_parameters() if "." in n and p.dim() > 1)
         self.names = {id(p): n for n, p in inner}
         self.tails = {n.rpartition(".")[2] for n in self.names.values()}
         self.calls: set[str] = set()
         self.weights: set[str] = set()
+        self.listed: set[str] = set()
         self.seen: set[tuple[int, int]] = set()
 
     def method(self, owner: object, name: str) -> None:
@@ -92,6 +106,8 @@ class _Reader:
         """Take note of a value that the code refers to; ``owner`` is what its first argument will be."""
         if id(value) in _FUNCTIONAL:
             self.calls.add(_FUNCTIONAL[id(value)])
+        elif id(value) in _TORCHS_OWN:
+            self.weights |= self.held(_UNKNOWN if owner is None else owner)
         elif type(value).__module__ == "torch._ops":
             name = getattr(value, "__name__", "").partition(".")[0]
             self.calls.update({name} & {*NAMES, *DROPOUTS})
@@ -132,7 +148,8 @@ class _Reader:
         stack: list[Any] = []
         imported = _UNKNOWN
         instructions = list(dis.get_instructions(code))
-        for instruction, following in zip(instructions, [*instructions[1:], None]):
+        for at, instruction in enumerate(instructions):
+            following = instructions[at + 1] if at + 1 < len(instructions) else None
             op, name = instruction.opname, instruction.argval
             size = len(stack) + dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
             if op in _NOTHING_NEW:
@@ -156,6 +173,10 @@ class _Reader:
                 current = self.attribute(owner, name)
                 if owner is _UNKNOWN and name in self.tails and not _asks_about(following):
                     self.weights.add(f"*.{name}")
+                if name in _ALL_WEIGHTS and owner is not self.layer and following and following.opname in _CALLS:
+                    after = next((i for i in instructions[at + 1 :] if i.opname not in _CALLS), None)
+                    if not _asks_about(after):  # next(self.head.parameters()).device
+                        self.listed |= self.held(owner)
             elif op == "IMPORT_NAME":
                 current = imported = sys.modules.get(name, _UNKNOWN)
             elif op == "IMPORT_FROM":
@@ -170,6 +191,13 @@ class _Reader:
             elif isinstance(constant, str) and constant in self.tails:  # getattr(self.head, "weight")
                 self.weights.add(f"*.{constant}")
 
+    def held(self, owner: Any) -> set[str]:
+        """Return the names of an object's weights, with ``*`` for an object that is not known."""
+        if owner is _UNKNOWN:
+            return {f"*.{tail}" for tail in self.tails}
+        weights = owner.parameters() if isinstance(owner, nn.Module) else ()
+        return {self.names[id(p)] for p in weights if id(p) in self.names}
+
     def attribute(self, owner: Any, name: str) -> Any:
         """Return what ``owner.name`` stands for, as far as it can be known without running anything."""
         if isinstance(owner, types.ModuleType) or type(owner).__module__ == "torch._ops":
@@ -179,7 +207,7 @@ class _Reader:
                 if name in table:
                     return table[name]
             self.method(owner, name)
-        elif isinstance(owner, type) and not _foreign(owner):  # Base.forward(self, x)
+        elif isinstance(owner, type):  # Base.forward(self, x)
             return inspect.getattr_static(owner, name, _UNKNOWN)
         return _UNKNOWN
 
