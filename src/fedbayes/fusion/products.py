@@ -170,7 +170,7 @@ class Precision(Rule):
     sign: Literal["inverse", "fisher"] = "inverse"
     """inverse: weigh by 1/v (eq. 6); fisher: weigh by v (section 3)."""
     floor: float = 1e-16
-    """Least v: Adam's eps squared, below which Adam itself cannot tell v from zero (dead units have v = 0)."""
+    """Least v: the square of torch's eps, below which Adam itself cannot tell v from zero (dead units have v = 0)."""
     by_size: bool = False
     """Whether the client's weight multiplies (eq. 6 has no such factor)."""
     bias_correction: bool = True
