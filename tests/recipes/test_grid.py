@@ -66,6 +66,16 @@ def test_loomis_fedavg_is_a_reading_for_gaussians_only():
     assert (flip1.data.augment, flip1.objective.prior_std, flip1.fusion.rule) == ("none", 1.0, "conflation")
 
 
+@pytest.mark.parametrize("name", ["loomis-table-4.1", "loomis-table-4.2", "loomis-figure-4.5"])
+def test_the_schedule_that_loomis_does_not_state_is_a_reading(name):
+    plain = recipes.load_recipe(name).cells[0].experiment
+    constant = recipes.load_recipe(name, readings={"schedule": "constant"}).cells[0].experiment
+    assert (plain.schedule.name, plain.schedule.silent, plain.evaluation.every) == ("exponential", 50, 10)
+    assert {learning_rate(constant, r) for r in (1, 60, 200)} == {1e-3}
+    if name != "loomis-table-4.1":
+        assert recipes.load_recipe(name, readings={"evaluated_rounds": "1"}).cells[0].experiment.evaluation.every == 1
+
+
 def test_both_signs_of_precision_weighting():
     at = {"batch": 200, "dataset": "mnist", "rule": "precision"}
     for sign, recipe in (

@@ -86,6 +86,12 @@ def test_reliability_and_its_mean_over_batches(runs):
     unfinished = {**done, place({"batch": 50, "rule": "fedavg"}): ([], "global")}
     unfinished[place({"batch": 50, "rule": "fedavg"})] = ([write(runs[0].parent / "c", [0.5])], "global")
     assert measures.outcome(place({"batch": "mean", "rule": "fedavg"}), "reliability", "rounds", unfinished) is None
+    hopeless = write(runs[0].parent / "d", [0.0, 0.0])
+    for path in (hopeless, write(runs[0].parent / "e", [0.5, None])):
+        assert math.isnan(measures.reliability([path]).value)
+    done[place({"batch": 50, "rule": "fedavg"})] = ([hopeless], "global")
+    mean = measures.outcome(place({"batch": "mean", "rule": "fedavg"}), "reliability", "rounds", done)
+    assert judge(place({}), "reliability", 0.9, None, mean).word == "differs"
 
 
 def test_a_predictive_variance_is_judged_at_its_own_size():

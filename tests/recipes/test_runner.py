@@ -37,6 +37,13 @@ def test_only_keeps_the_cells_that_hold_every_word(tmp_path, data_dir):
     assert {e.partition.scheme for _, e, _ in writer.items} == {"shards"}
     assert sum(v.ours is not None for v in made.verdicts) == 4  # two cells, accuracy and NLL
     assert sum(v.word == "not run" for v in made.verdicts) == 116
+    with open(tmp_path / "fischer-table-2-quick.csv") as f:
+        before = sum(row["verdict"] != "not run" for row in csv.DictReader(f))
+    piece = ["partition=2-class rule=nwa weighting=size"]
+    made = recipes.reproduce("fischer-table-2", "quick", piece, tmp_path, data_dir, run_many=writer)
+    after = sum(v.ours is not None for v in made.verdicts)
+    assert before == 4 < after  # what an earlier piece ran stays on the page
+    assert len(writer.items) == after / 2
     with pytest.raises(ConfigError, match="a cell is called 'model=deterministic partition=iid"):
         recipes.reproduce("fischer-table-2", "quick", ["rule=nothing"], tmp_path, data_dir, run_many=writer)
 
@@ -71,6 +78,35 @@ def test_readings_make_runs_of_their_own(tmp_path, data_dir):
     assert read.page.name == "reyes-table-2-quick.html"
     assert other.page.name == "reyes-table-2-quick-sign=fisher.html"  # the first page stays; the default is no change
     assert read.page.exists()
+
+
+def test_no_seed_is_refused_before_the_page_is_touched(tmp_path):
+    for seeds in (0, -1):
+        with pytest.raises(ConfigError, match="--seeds must be at least 1"):
+            recipes.reproduce("fischer-table-5", "quick", (), tmp_path / "out", seeds=seeds, run_many=Writer())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_one_round_gives_no_index_but_is_not_unrun(tmp_path, data_dir):
+    only = ["dataset=mnist"]
+    made = recipes.reproduce("reyes-table-3", "smoke", only, tmp_path, data_dir, run_many=Writer())
+    words = {dict(v.at)["dataset"]: set() for v in made.verdicts}
+    for v in made.verdicts:
+        words[dict(v.at)["dataset"]].add(v.word)
+    assert words.pop("mnist") == {"no number"}
+    assert set().union(*words.values()) == {"not run"}
+    assert "Smoke scale: 100 training and 40 test examples" in str(made)
+    assert 'class="no-number"' in made.page.read_text()
+
+
+def test_what_is_drawn_from_the_rules_alone_speaks_of_no_runs(tmp_path):
+    made = recipes.reproduce("ozer-figure-1", "quick", (), tmp_path)
+    assert "nothing is run" in str(made)
+    for text in (str(made), made.page.read_text()):
+        assert "cells run" not in text
+        assert "not run" not in text
+    with pytest.raises(ConfigError, match="ozer-figure-2 is drawn without runs"):
+        recipes.reproduce("ozer-figure-2", "quick", ["x"], tmp_path)
 
 
 def test_words_that_fit_no_cell_are_refused(tmp_path, data_dir):

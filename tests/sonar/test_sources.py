@@ -180,14 +180,26 @@ def test_recorders_too_narrow_for_the_band_are_warned_of(sites, write, make_tone
         warnings.simplefilter("error")
         assert "sonar.high" not in load(Data(name=str(sites[0])), sonar=replace(SMALL, high=500.0)).notes
 
+    write(sites[0] / "tug" / "narrow.wav", make_tone(20, 5, 1), 5)
+    with pytest.warns(
+        SkippedRecordings, match=r"narrow\.wav: has a rate of 5 Hz: nothing above 2\.5 Hz, .* from 20 Hz"
+    ):
+        left = load(Data(name=str(sites[0])), sonar=SMALL)
+    assert not any("narrow.wav" in name for part in (left.train, left.test) for name in part.columns["file"])
+    write(sites[0] / "tug" / "narrow.wav", make_tone(20, 50, 1), 50)
+    with pytest.warns(
+        NarrowRecordings, match=r"nothing above 25 Hz\), so that the recorder can give the class away\.$"
+    ):
+        load(Data(name=str(sites[0])), sonar=SMALL)  # and no advice to hear from 20 to 25 Hz
+
 
 def test_a_split_column_is_obeyed_and_a_lying_one_refused(tmp_path, write, make_tone):
     rows = ["file,class,recording,vessel,split"]
     for i in range(8):
         write(tmp_path / f"{i}.wav", make_tone(1.5, 4000, 200 + 50 * i, seed=i), 4000)
         rows.append(f"{i}.wav,{'ab'[i % 2]},r{i},v{i // 2},{'test' if i >= 6 else 'train'}")
-    (tmp_path / "list.csv").write_text("\n".join(rows))
-    data = load(Data(name=str(tmp_path / "list.csv")), sonar=SMALL)
+    (tmp_path / "list.TSV").write_text("\n".join(rows).replace(",", "\t"))
+    data = load(Data(name=str(tmp_path / "list.TSV")), sonar=SMALL)
     assert set(data.test.columns["recording"]) == {"r6", "r7"}
     rows[8] = rows[8].replace("test", "train")
     (tmp_path / "list.csv").write_text("\n".join(rows))

@@ -130,7 +130,7 @@ def sources() -> Mapping[str, Source]:
 
 
 def get_source(name: str) -> Source:
-    """Return the source that loads ``name``: a registered one, an ``.npz`` file, or a folder (or CSV) of recordings."""
+    """Return the source that loads ``name``: a registered one, an ``.npz`` file, or a folder (or CSV, TSV) of recordings."""
     for room in _ROOMS:  # no further than needed: digits want nothing that reads audio
         if name in _SOURCES:
             return _SOURCES[name]
@@ -141,7 +141,7 @@ def get_source(name: str) -> Source:
     path = Path(name).expanduser()
     if path.suffix == ".npz" and "npz" in known:
         return known["npz"]
-    if (path.is_dir() or path.suffix == ".csv") and "folder" in known:
+    if (path.is_dir() or path.suffix.lower() in (".csv", ".tsv")) and "folder" in known:
         return known["folder"]
     raise DataError(f"no data set is called '{name}': {nearest(name, [n for n in known if n not in PATH_SOURCES])}")
 

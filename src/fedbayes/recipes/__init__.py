@@ -44,27 +44,22 @@ def list_recipes(data_dir: str | Path | None = None, budget: float = 10.0) -> st
     from . import timing
 
     books = [(load_recipe(n, "full"), load_recipe(n, "quick")) for n in recipe_names()]
-    works = {timing.work_of(c.experiment) for pair in books for r in pair for c in r.cells if _trains(r)}
+    works = {timing.work_of(c.experiment) for pair in books for r in pair for c in r.cells if r.trains}
     speeds = timing.measure(works, budget) if budget > 0 else {}
     there = {row.name for row in describe_sources(data_dir) if row.present in ("yes", "built in")}
     rows: list[tuple[str, ...]] = [("recipe", "paper", "needs", "runs", "rounds", "full", "quick", "what")]
     for full, quick in books:
-        trains = _trains(full)
         needs = (
             " ".join(n + ("" if n in there or Path(n).is_file() else " (absent)") for n in full.needs())
-            if trains
+            if full.trains
             else "nothing"
         )
-        times = [timing.duration(timing.seconds(r, speeds)) if speeds and trains else "–" for r in (full, quick)]
-        runs = str(len(full.cells) * full.seeds) if trains else "0"
-        rounds = str(max(c.experiment.rounds for c in full.cells)) if trains else "0"
+        times = [timing.duration(timing.seconds(r, speeds)) if speeds and r.trains else "–" for r in (full, quick)]
+        runs = str(len(full.cells) * full.seeds) if full.trains else "0"
+        rounds = str(max(c.experiment.rounds for c in full.cells)) if full.trains else "0"
         rows.append((full.name, full.paper, needs, runs, rounds, *times, full.title))
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]) - 1)]
     lines = ["  ".join([*(c.ljust(w) for c, w in zip(r, widths)), r[-1]]) for r in rows]
     return "\n".join(
         [*lines, "", "Times: one client after the other on this machine; lanes share the work and are faster."]
     )
-
-
-def _trains(recipe: Recipe) -> bool:
-    return recipe.figures != ("fused-densities",)

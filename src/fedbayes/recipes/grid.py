@@ -72,6 +72,11 @@ class Recipe:
         """What its page is called: name, scale, and what was read otherwise."""
         return "-".join([self.name, self.scale, *(f"{k}={v}" for k, v in sorted(self.taken.items()))])
 
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything to run: some figures are drawn from the rules alone."""
+        return self.figures != ("fused-densities",)
+
     def needs(self) -> tuple[str, ...]:
         """Return the data sets its cells read."""
         found = {c.experiment.data.name for c in self.cells}

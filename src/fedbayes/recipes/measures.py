@@ -120,12 +120,15 @@ def rounds_to(paths: Sequence[Path], target: float, model: str = "global") -> Ou
 
 
 def reliability(paths: Sequence[Path], model: str = "global") -> Outcome | None:
-    """Return the reliability index of test accuracy over rounds as a share (Reyes 2021, eq. 7)."""
-    values = [
-        reliability_index([_number(m.get("accuracy")) for _, m in run]) / 100
-        for run in (series(p, model) for p in paths)
-        if len(run) > 1
-    ]
+    """Return the reliability index of test accuracy over rounds as a share (Reyes 2021, eq. 7).
+
+    NaN for a run that never got anything right, or whose accuracy is no number: the index divides by the mean.
+    """
+    values = []
+    for path in paths:
+        accuracies = [_number(m.get("accuracy")) for _, m in series(path, model)]
+        if len(accuracies) > 1:
+            values.append(reliability_index(accuracies) / 100 if sum(accuracies) > 0 else math.nan)
     return Outcome(statistics.fmean(values), _deviation(values), len(values)) if values else None
 
 
@@ -144,11 +147,23 @@ def outcome(
     return read(paths, metric, report, model)
 
 
+def ran(at: Coordinates, runs: Mapping[Coordinates, tuple[Sequence[Path], str]]) -> bool:
+    """Whether every cell that a printed place is made of has a finished run."""
+    group = _batches_of(at, runs) or [run for cell, run in runs.items() if set(cell) <= set(at)]
+    return bool(group) and all(paths for paths, _ in group)
+
+
+def _batches_of(
+    at: Coordinates, runs: Mapping[Coordinates, tuple[Sequence[Path], str]]
+) -> list[tuple[Sequence[Path], str]]:
+    """Return the runs of the cell at a place; with ``batch=mean`` those of all its batch sizes."""
+    rest = set(at) - {("batch", "mean")}
+    return [run for cell, run in runs.items() if rest <= set(cell)]
+
+
 def _reliability_at(at: Coordinates, runs: Mapping[Coordinates, tuple[Sequence[Path], str]]) -> Outcome | None:
     """One index, or (``batch=mean``) the mean over the batch sizes of eq. (8), when all of them have been run."""
-    mean = ("batch", "mean") in at
-    rest = {pair for pair in at if pair[0] != "batch"} if mean else set(at)
-    group = [(paths, model) for cell, (paths, model) in runs.items() if rest <= set(cell)]
+    group = _batches_of(at, runs)
     found = [reliability(paths, model) for paths, model in group if paths]
     values = [o for o in found if o is not None]
     if not values or len(values) < len(group):
@@ -191,13 +206,13 @@ class Verdict:
 
 
 def judge(at: Coordinates, metric: str, paper: float, spread: float | None, ours: Outcome | None,
-          noise: Mapping[str, float] | None = None) -> Verdict:  # fmt: skip
-    """Compare one number: ``agrees``, ``differs`` or ``not run``.
+          noise: Mapping[str, float] | None = None, *, ran: bool = False) -> Verdict:  # fmt: skip
+    """Compare one number: ``agrees`` or ``differs``; without ours ``not run``, or ``no number`` where it ``ran``.
 
     The combined spread is sqrt(paper's² + ours²), unknown ones left out, and at least the metric's noise.
     """
     if ours is None:
-        return Verdict(at, metric, paper, spread, None, math.nan, "not run")
+        return Verdict(at, metric, paper, spread, None, math.nan, "no number" if ran else "not run")
     mine = 0.0 if math.isnan(ours.spread) else ours.spread
     least = max({**NOISE, **(noise or {})}.get(metric, 0.0), RELATIVE.get(metric, 0.0) * abs(paper))
     combined = max(math.hypot(spread or 0.0, mine), least, 1e-12)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..rundir import write_atomically
 from . import figures
-from .grid import Recipe
+from .grid import SMOKE, Recipe
 from .measures import AGREES_WITHIN, Verdict
 from .published import Coordinates
 from .readings import READINGS
@@ -24,6 +24,7 @@ PERCENT = ("accuracy", "ece", "reliability")
 WORDS = {
     "agrees": f"our number lies within {AGREES_WITHIN:g} combined spreads of the paper's",
     "differs": "it does not",
+    "no number": "what has run does not give it (one round has no spread over rounds)",
     "not run": "no finished run",
 }
 
@@ -49,10 +50,15 @@ def with_spread(value: float, spread: float | None, metric: str) -> str:
 
 def scale_words(recipe: Recipe, changed: bool = False) -> str:
     """Say what the verdicts of this scale can mean."""
+    if not recipe.trains:
+        return "Drawn from the rules alone: nothing is run."
     if changed:
         return "Fields of the recipe were overridden: the verdicts compare this run with the paper, not a reproduction of it."
     if recipe.scale == "smoke":
-        return "Smoke scale: a few hundred examples and one round. The verdicts only show that the machinery works."
+        return (
+            f"Smoke scale: {SMOKE['data.limit']} training and {SMOKE['data.test_limit']} test examples, one round. "
+            "The verdicts only show that the machinery works."
+        )
     if recipe.scale == "quick":
         return (
             "Quick scale: fewer examples, rounds and seeds than the paper. Read the order of the rows, not the verdicts: "
@@ -69,9 +75,9 @@ def as_text(made: Reproduction) -> str:
     lines = [f"{made.recipe.title} ({made.recipe.paper}{_where(made.recipe)}), {made.recipe.scale} scale", ""]
     if len(rows) > 1:
         lines += ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows] + [""]
-    lines.append(
-        _tally(made.verdicts) or f"{sum(bool(p) for p, _ in made.runs.values())} of {len(made.runs)} cells run."
-    )
+    if made.recipe.trains:
+        done = sum(bool(p) for p, _ in made.runs.values())
+        lines.append(_tally(made.verdicts) or f"{done} of {len(made.runs)} cells run.")
     lines += [f"not run: {cell}: {reason}" for cell, reason in list(made.skipped.items())[:5]]
     if len(made.skipped) > 5:
         lines.append(f"... and {len(made.skipped) - 5} more cells without their data.")
@@ -114,7 +120,7 @@ def write_page(
         _verdict_table(verdicts),
         '<div class="figures">' + "".join(f"<figure>{svg}</figure>" for svg in figures.draw(recipe, runs)) + "</div>",
         _readings_table(recipe),
-        _run_list(runs, skipped, out),
+        _run_list(runs, skipped, out) if recipe.trains else "",
     ]
     page = out / f"{stem}.html"
     write_atomically(page, _document(recipe.title, "\n".join(b for b in body if b)).encode())
@@ -185,7 +191,7 @@ body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 70rem; p
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; } .lead { font-size: 1.05rem; } .note { opacity: .75; font-size: .85rem; }
 table { border-collapse: collapse; font-size: .88rem; } th, td { padding: .25rem .6rem; text-align: left; border-bottom: 1px solid var(--soft); }
 td:nth-child(n+3) { font-variant-numeric: tabular-nums; }
-tr.agrees td:last-child { color: #2e8540; } tr.differs td:last-child { color: #c8553d; } tr.not-run { opacity: .55; }
+tr.agrees td:last-child { color: #2e8540; } tr.differs td:last-child { color: #c8553d; } tr.not-run, tr.no-number { opacity: .55; }
 .scroll { overflow-x: auto; } .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1rem; }
 figure { margin: 0; } svg { width: 100%; height: auto; font-size: 11px; fill: currentColor; } svg .title { font-weight: 600; }
 polyline { stroke-width: 1.6; } svg line { stroke-width: 2; }

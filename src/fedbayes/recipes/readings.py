@@ -43,6 +43,11 @@ READINGS: dict[str, Reading] = {
         "Fischer and Loomis do not state the optimiser; batch, rate and L2 match a Keras example that uses Adam.",
         {"adam": _set(local__optimizer="adam"), "sgd": _set(local__optimizer="sgd", local__learning_rate=0.1)},
     ),
+    "schedule": Reading(
+        "Loomis states no schedule, and that some callbacks did not work in federation: Fischer's (same network, same "
+        "laboratory), or a constant rate.",
+        {"fischer": Option(), "constant": _set(schedule__name="constant")},
+    ),
     "lr_decay": Reading(
         "Fischer: the rate falls 'by a factor of .04 every round' after 50 rounds; taken literally nothing trains.",
         {
@@ -119,6 +124,11 @@ READINGS: dict[str, Reading] = {
             "best-validation-nll": Option(report="best-validation-nll"),
         },
     ),
+    "evaluated_rounds": Reading(
+        "Loomis evaluates after every round and prints the best; here every tenth, because 25 samples a round cost more than "
+        "one epoch's training. The best of 20 rounds is a little worse than the best of 200.",
+        {"10": _set(evaluation__every=10), "1": _set(evaluation__every=1)},
+    ),
     "accuracy_over": Reading(
         "Reyes prints accuracy ± deviation without saying over what; only over the rounds is the ± as large as printed.",
         {"rounds": Option(report="rounds"), "last": Option(report="last")},
@@ -159,8 +169,8 @@ READINGS: dict[str, Reading] = {
         },
     ),
     "epsilon": Reading(
-        "Reyes states no epsilon, but v = 0 (a dead unit) makes 1/v infinite: the least v that counts, Adam's eps squared "
-        "(as good as none) or Keras' usual 1e-7.",
+        "Reyes states no epsilon, but v = 0 (a dead unit) makes 1/v infinite: the least v that counts, 1e-16 (the square of "
+        "torch's eps for Adam; as good as none) or Keras' usual 1e-7.",
         {
             "none": Option({"fusion.options": ["floor=1e-16"]}, {"fusion.rule": "precision"}),
             "keras": Option({"fusion.options": ["floor=1e-7"]}, {"fusion.rule": "precision"}),

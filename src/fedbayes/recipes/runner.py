@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -56,26 +56,29 @@ def reproduce(
     """Reproduce a table or figure by name and write ``NAME-SCALE.html`` in ``out``.
 
     Finished runs are not run again, unfinished ones are resumed; recipes that share cells share their runs (in
-    ``out/runs``). ``only`` keeps cells whose label (``partition=iid rule=nwa``) holds every word of one of the items
-    (shell patterns allowed). ``smoke`` runs one cell, a figure the one its table has run already. ``readings`` takes
-    other readings of the paper's ambiguities, ``changes`` overrides configuration fields of every cell. ``listeners``
-    makes what is told of a cell's events while it runs (a progress bar).
+    ``out/runs``). ``only`` chooses what is run, the cells whose label (``partition=iid rule=nwa``) holds every word of
+    one of the items (shell patterns allowed); the page shows all that has finished. ``smoke`` runs one cell, a figure
+    the one its table has run already. ``readings`` takes other readings of the paper's ambiguities, ``changes`` overrides
+    configuration fields of every cell. ``listeners`` makes what is told of a cell's events while it runs (a progress bar).
     """
+    if seeds is not None and seeds < 1:
+        raise ConfigError("--seeds must be at least 1.")
     recipe = load_recipe(name, scale, readings)
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    cells = _chosen(recipe, only)
     if changes:
         from .. import config
 
-        cells = [Cell(c.at, config.override(c.experiment, changes, "command line"), c.model) for c in cells]
+        cells = [replace(c, experiment=config.override(c.experiment, changes, "command line")) for c in recipe.cells]
+        recipe = replace(recipe, cells=tuple(cells))
+    chosen = _chosen(recipe, only)
     numbers = range(recipe.seeds if seeds is None else seeds)
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
     if scale == "smoke" and not only:
-        cells = _few(cells, out)
+        chosen = _few(chosen, out)
     skipped: dict[str, str] = {}
-    if recipe.figures != ("fused-densities",):
-        skipped = _run_cells(cells, numbers, out, data_dir, run_many or run_with_lanes(data_dir, listeners))
-    runs = {c.at: ([p for p in _paths(c, numbers, out) if is_finished(p)], c.model) for c in cells}
+    if recipe.trains:
+        skipped = _run_cells(chosen, numbers, out, data_dir, run_many or run_with_lanes(data_dir, listeners))
+    runs = {c.at: ([p for p in _paths(c, numbers, out) if is_finished(p)], c.model) for c in recipe.cells}
     verdicts = _verdicts(recipe, runs)
     from .page import write_page
 
@@ -106,6 +109,8 @@ def _paths(cell: Cell, seeds: Sequence[int], out: Path) -> list[Path]:
 
 
 def _chosen(recipe: Recipe, only: Sequence[str]) -> list[Cell]:
+    if only and not recipe.trains:
+        raise ConfigError(f"{recipe.name} is drawn without runs, so --only has nothing to choose from.")
     for item in only:
         if not any(matches(cell, item) for cell in recipe.cells):
             raise ConfigError(
@@ -189,7 +194,8 @@ def _verdicts(recipe: Recipe, runs: Mapping[Coordinates, tuple[Sequence[Path], s
         return ()
     return tuple(
         measures.judge(
-            e.at, e.metric, e.value, e.spread, measures.outcome(e.at, e.metric, recipe.report, runs), recipe.noise
+            e.at, e.metric, e.value, e.spread, measures.outcome(e.at, e.metric, recipe.report, runs), recipe.noise,
+            ran=measures.ran(e.at, runs),
         )
         for e in recipe.published.entries
-    )
+    )  # fmt: skip

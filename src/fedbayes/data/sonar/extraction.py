@@ -174,8 +174,8 @@ def extract(
 ) -> Features:
     """Picture every recording: decoded and resampled as a stream, so only one batch of segments is ever in memory.
 
-    Files that are broken, silent or too short are left out and named in ``skipped``. ``cache`` is a folder; a file
-    whose content and settings were seen before is read from it.
+    Files that are broken, silent, too short or sampled below the picture's band are left out and named in ``skipped``.
+    ``cache`` is a folder; a file whose content and settings were seen before is read from it.
     """
     inputs, owner, start, skipped = [], [], [], []
     for number, recording in enumerate(_bar(recordings, progress, "pictures")):
@@ -197,9 +197,8 @@ def _one(
     recording: Recording, picture: Picture, overlap: float, channel: int, cache: Path | None, device: torch.device | str
 ) -> tuple[Tensor, np.ndarray]:
     def make() -> tuple[Tensor, np.ndarray]:
-        return picture_blocks(
-            _checked(stream(recording, picture.rate, channel), picture.rate), picture, overlap, device
-        )
+        blocks = stream(recording, picture.rate, channel, low=picture.low)
+        return picture_blocks(_checked(blocks, picture.rate), picture, overlap, device)
 
     if cache is None or not recording.path.is_file():  # a pipe would be waited for
         return make()

@@ -130,7 +130,10 @@ def _demon(p: Picture, waveforms: Tensor) -> Tensor:
 def _waveform(p: Picture, waveforms: Tensor) -> Tensor:
     spectrum = torch.fft.rfft(waveforms)
     frequencies = torch.fft.rfftfreq(waveforms.shape[-1], 1.0 / p.rate, device=waveforms.device)
-    spectrum = spectrum * ((frequencies >= p.low) & (frequencies <= p.high))
+    inside = (frequencies >= p.low) & (frequencies <= p.high)
+    if not inside.any():
+        raise ValueError(f"the band {p.low:g} to {p.high:g} Hz holds no bin of {p.rate / waveforms.shape[-1]:g} Hz")
+    spectrum = spectrum * inside
     limited = torch.fft.irfft(spectrum, n=waveforms.shape[-1])
     return (limited / limited.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-20)).unsqueeze(1)
 

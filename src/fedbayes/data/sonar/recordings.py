@@ -126,12 +126,14 @@ def mix(block: np.ndarray, channel: int) -> np.ndarray:
     return np.ascontiguousarray(block[:, channel])
 
 
-def stream(recording: Recording, rate: int, channel: int = -1, seconds: float = BLOCK_SECONDS) -> Iterator[np.ndarray]:
+def stream(
+    recording: Recording, rate: int, channel: int = -1, seconds: float = BLOCK_SECONDS, *, low: float = 0.0
+) -> Iterator[np.ndarray]:
     """Yield the recording as blocks of float32 samples at ``rate``, decoded and resampled on the way.
 
     Resampling is band-limited (soxr, high quality), so nothing folds down from above the new Nyquist frequency.
-    Raises ``Unreadable`` for a file that is broken, holds NaN, or has no such channel; silence is judged by whoever
-    has heard all of it.
+    Raises ``Unreadable`` for a file that is broken, holds NaN, has no such channel, or whose rate leaves nothing above
+    ``low`` Hz; silence is judged by whoever has heard all of it.
     """
     soundfile, soxr = libraries()
     if not recording.path.is_file():
@@ -143,6 +145,11 @@ def stream(recording: Recording, rate: int, channel: int = -1, seconds: float = 
     try:
         with soundfile.SoundFile(str(recording.path)) as file:
             _refuse_torn(file)
+            if file.samplerate / 2 <= low:
+                raise Unreadable(
+                    f"has a rate of {file.samplerate} Hz: nothing above {file.samplerate / 2:g} Hz, below the picture's band "
+                    f"from {low:g} Hz"
+                )
             yield from _decode(file, soxr, recording, rate, channel, seconds)
     except (soundfile.LibsndfileError, RuntimeError, OSError) as error:
         raise Unreadable(f"cannot be decoded ({_why(error, recording.path)})") from None

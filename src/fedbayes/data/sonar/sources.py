@@ -76,7 +76,7 @@ def read_recordings(source: str | Path, sonar: Sonar, seed: int, name: str = "")
         classes=classes,
         notes=_notes(str(source), sonar, features.skipped)
         + lost
-        + _narrow(everything, features, picture)
+        + _narrow(everything, features, picture, sonar)
         + _untested(known, test, classes, sonar),
     )
 
@@ -112,7 +112,7 @@ def read_site(source: str | Path, sonar: Sonar, seed: int = 0) -> Dataset:
         cache=cache_folder(sonar), device=picturing_device(),
     )  # fmt: skip
     examples = _examples(features, known, classes, sonar.picture)
-    notes = _notes(str(source), sonar, features.skipped) + _narrow(known, features, picture)
+    notes = _notes(str(source), sonar, features.skipped) + _narrow(known, features, picture, sonar)
     return Dataset(Path(source).resolve().name, examples, examples, classes, notes=notes)
 
 
@@ -207,7 +207,7 @@ class SkippedRecordings(UserWarning):
     """Recordings that could not be used, by name and reason."""
 
 
-def _narrow(recordings: Sequence[Recording], features: Features, picture: Picture) -> str:
+def _narrow(recordings: Sequence[Recording], features: Features, picture: Picture, sonar: Sonar) -> str:
     """Warn of recordings whose rate is too low to fill the picture's band: an empty top tells the recorder, not the class."""
     used = {recordings[i].path: recordings[i].recording for i in np.unique(features.owner)}
     rates = {path: facts(path).rate for path in used}
@@ -215,10 +215,15 @@ def _narrow(recordings: Sequence[Recording], features: Features, picture: Pictur
     if not narrow:
         return ""
     lowest = min(rates[path] for path in narrow)
+    try:
+        make_picture(replace(sonar, high=lowest / 2))
+        advice = f"; sonar.high = {lowest / 2:g} would hear all alike"
+    except ConfigError:  # hardly anything of the band is left below
+        advice = ""
     text = (
         f"{len({used[p] for p in narrow})} of {len(set(used.values()))} recordings have sampling rates too low for the "
         f"picture's band to {picture.high:g} Hz (the lowest is {lowest} Hz: nothing above {lowest / 2:g} Hz), so that the "
-        f"recorder can give the class away; sonar.high = {lowest / 2:g} would hear all alike."
+        f"recorder can give the class away{advice}."
     )
     warnings.warn(text, NarrowRecordings, stacklevel=3)
     return f" {text}"

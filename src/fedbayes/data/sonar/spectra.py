@@ -109,6 +109,9 @@ def lofar(
     frequencies = torch.arange(window // 2 + 1, device=waveforms.device) * spacing
     keep = (frequencies >= low) & (frequencies <= high)
     half, gap = max(4, round(half_hz / spacing)), max(2, round(gap_hz / spacing))
+    if (bins := int(keep.sum())) < gap + 2:  # of which the split window leaves nothing
+        held = f"{bins or 'no'} bin{'s' * (bins > 1)} of {spacing:g} Hz"
+        raise ValueError(f"the band {low:g} to {high:g} Hz holds {held}; {gap + 2} or more leave a background")
     return split_window(magnitude[:, keep], half, gap), frequencies[keep]
 
 
@@ -168,7 +171,8 @@ def demon(
 
     Detection of envelope modulation on noise (Nielsen 1991): cavitating blades make the noise louder each time they
     pass the slow water behind the hull, so the envelope's lines are the shaft rate, the blade rate and multiples.
-    The bands divide [low, high] evenly; the envelope is sampled at at least five times ``highest``.
+    The bands divide [low, high] evenly; the envelope is sampled at four times ``highest`` or more (below a rate of
+    1.3 kHz at less: no window is shorter than 16 samples).
     """  # fmt: skip
     window = demon_window(rate, highest)
     hop = max(1, window // 2)
@@ -176,6 +180,8 @@ def demon(
     envelope = envelopes(waveforms, rate, edges, window, hop)
     magnitude, frequencies = modulation_spectrum(envelope, rate / hop)
     keep = (frequencies >= lowest) & (frequencies <= highest)
+    if (bins := int(keep.sum())) < 4:  # of which the split window leaves nothing
+        raise ValueError(f"a segment of {waveforms.shape[-1] / rate:g} s tells only {bins} rate(s) of modulation apart")
     return magnitude[..., keep], frequencies[keep]
 
 
