@@ -18,6 +18,12 @@ _EXTRAS = {
 }  # fmt: skip
 """Which extra of the package brings a module that may be missing."""
 
+_GO_ON = {
+    "run": "continue the run with --resume", "deploy": "continue the run with --resume",
+    "compare": "repeat the command to go on", "reproduce": "repeat the command to go on",
+}  # fmt: skip
+"""How an interrupted command goes on; what is not named here starts afresh."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status (0 done, 2 a user's mistake in one sentence, 130 interrupted)."""
@@ -55,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fedbayes: {error.filename or arguments[0]}: {error.strerror or error}.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nfedbayes: interrupted; what was finished is kept (continue a run with --resume).", file=sys.stderr)
+        kept = f"; what was finished is kept ({_GO_ON[arguments[0]]})" if arguments[0] in _GO_ON else ""
+        print(f"\nfedbayes: interrupted{kept}.", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
@@ -314,14 +321,11 @@ def deploy(arguments: list[str]) -> int:
             "deploy starts nodes on this machine only with --local; docs/deploying.md has the real thing."
         )
     experiment = experiment_from(options.experiment, extra)
-    from . import runner
     from .flower.deploy import rehearse
     from .progress import Progress
-    from .rundir import fresh_directory
 
-    out = Path(options.out) if options.out else fresh_directory(runner.DEFAULT_ROOT, experiment.name)
     result = rehearse(
-        experiment, nodes=options.nodes, run_dir=out, insecure=options.insecure, resume=options.resume,
+        experiment, nodes=options.nodes, run_dir=options.out, insecure=options.insecure, resume=options.resume,
         data_dir=options.data_dir, listeners=[Progress(experiment.rounds, f"{experiment.name} over Flower")],
     )  # fmt: skip
     print_result(result)
@@ -344,7 +348,12 @@ def reproduce(arguments: list[str]) -> int:
     p = _parser("reproduce", reproduce.__doc__)
     p.add_argument("recipe")
     p.add_argument("--scale", choices=["smoke", "quick", "full"], default="quick")
-    p.add_argument("--only", action="append", default=[], help="run only cells whose label matches (repeatable)")
+    p.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        help="run only cells whose label matches (repeatable); the page shows all that has finished",
+    )
     p.add_argument(
         "--reading",
         action="append",

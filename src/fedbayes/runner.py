@@ -252,7 +252,8 @@ def _write_lanes(cohort: Cohort, federations: Sequence[Federation]) -> None:
     """Resolve a lane count that was left open and write it into the configurations: noise depends on it."""
     if not isinstance(cohort, LocalCohort) or cohort.lanes:
         return
-    tasks = [a for f in federations if not f.finished for a in f.begin()]
+    # the plain beginning: a private federation's own books a release, and here nothing is sent
+    tasks = [a for f in federations if not f.finished for a in Federation.begin(f)]
     if not tasks:
         return
     lanes = cohort.resolve(tasks)

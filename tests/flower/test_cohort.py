@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 import torch
-from flower_cases import Clock, grid_of, local_run, over_grid, rounds_of, small
+from flower_cases import Clock, grid_of, local_run, over_grid, replaced, rounds_of, small
 
 from fedbayes import runner
 from fedbayes.errors import RunError
@@ -222,6 +222,15 @@ def test_lossy_wires_cost_less_and_stay_close(wire, share):
         assert (g.variance / other.variance).log().abs().quantile(0.99) < 0.1
 
 
+def test_eight_bits_are_refused_for_variances_of_any_size():
+    from fedbayes.errors import ConfigError
+
+    precision = small(fusion__rule="precision", model__kind="deterministic", transport__wire="bf16")
+    over_grid(precision, grid_of(3))
+    with pytest.raises(ConfigError, match=r"int8: the rule 'precision'.*use bf16 or float32"):
+        over_grid(replaced(precision, "transport", wire="int8"), grid_of(3))
+
+
 def test_server_memory_does_not_grow_with_the_number_of_nodes():
     """Peak of NumPy and Python memory for replies of 0.4 MB each; the total and one client are all that is held."""
     from flwr.app import Message, RecordDict
@@ -286,7 +295,7 @@ def test_own_optimiser_state_that_a_node_has_lost_is_missed_and_said(tmp_path):
     assert any("keep_state" in s for s in said)
 
 
-def test_reading_a_run_config():
+def test_reading_a_run_config(tmp_path):
     from fedbayes.errors import ConfigError
     from fedbayes.flower.server import Settings
 
@@ -299,6 +308,17 @@ def test_reading_a_run_config():
         Settings.read({"partition.alhpa": 1.0})
     with pytest.raises(ConfigError, match="key=value"):
         Settings.read({"overrides": "rounds"})
+    with pytest.raises(ConfigError, match="overrides cannot be read"):
+        Settings.read({"overrides": "name='x"})
+    told = Settings.read({"resume": "false", "report": "no"})
+    assert (told.resume, told.report) == (False, False)
+    with pytest.raises(ConfigError, match="resume='maybe' must be true or false"):
+        Settings.read({"resume": "maybe"})
+    folder = tmp_path / "lr=0.1"
+    folder.mkdir()
+    (folder / "config.toml").write_text("rounds = 7")
+    for text in (folder, folder / "config.toml", "rounds = 7"):
+        assert Settings.read({"experiment": str(text)}).experiment.rounds == 7
     assert torch.get_num_threads() >= 1
 
 

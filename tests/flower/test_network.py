@@ -14,7 +14,7 @@ from flower_cases import small
 
 from fedbayes import config, runner
 from fedbayes.errors import ConfigError, RunError
-from fedbayes.flower.deploy import Tail, follow, partitioned, read_events, rehearse, write_app
+from fedbayes.flower.deploy import Tail, follow, partitioned, read_events, rehearse, with_whole_paths, write_app
 from fedbayes.flower.network import TAG, Network, marked_processes
 from fedbayes.flower.pki import make_certificates, make_node_key
 from fedbayes.posterior import Posterior
@@ -136,6 +136,10 @@ def test_node_keys_are_p384_and_belong_together(tmp_path):
     assert key.curve.name == "secp384r1"
     assert key.public_key() == load_ssh_public_key(public.read_bytes())
     assert private.stat().st_mode & 0o077 == 0
+    with pytest.raises(ConfigError, match="exists already"):
+        make_node_key(tmp_path, "n0")
+    with pytest.raises(ConfigError, match="at least one host"):
+        make_certificates(tmp_path, [])
 
 
 def test_impossible_requests_are_refused_before_anything_starts(tmp_path):
@@ -145,7 +149,23 @@ def test_impossible_requests_are_refused_before_anything_starts(tmp_path):
         rehearse(small(), 1, None, resume=True)
     with pytest.raises(ConfigError, match="rule"):
         rehearse(small(fusion__rule="nwaa"), 1, tmp_path / "run")
+    with pytest.raises(ConfigError, match="at least 2 nodes"):
+        rehearse(small(fusion__private=True), 1, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"data\.mean = none or client"):
+        rehearse(small(privacy__clip=1.0, fusion__weighting="equal"), 3, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    runner.run(small(rounds=1), tmp_path / "run", report=False)
+    with pytest.raises(RunError, match="already holds a run"):
+        rehearse(small(rounds=1), 1, tmp_path / "run")
     assert not (tmp_path / "run" / "flower").exists()
+
+
+def test_processes_find_the_data_and_modules_of_the_folder_one_works_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = with_whole_paths(small(data__name="mine.npz", data__ood="digits"))
+    assert (whole.data.name, whole.data.ood) == (str(tmp_path / "mine.npz"), "digits")
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    assert Network(tmp_path / "net", []).environment["PYTHONPATH"] == os.pathsep.join(("/elsewhere", str(tmp_path)))
 
 
 def test_the_app_carries_the_experiment_through_flowers_configuration(tmp_path):
@@ -153,12 +173,12 @@ def test_the_app_carries_the_experiment_through_flowers_configuration(tmp_path):
 
     from fedbayes.flower.server import Settings
 
-    experiment = small(fusion__options=("population=10",), fusion__rule="ppa", name="a 'quoted' name")
-    write_app(tmp_path, experiment, {"out": "/x y/z", "resume": True, "report": False})
-    flower = tomllib.loads((tmp_path / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    experiment = small(fusion__options=("population=10",), fusion__rule="ppa", name="a 'quoted' name 🐟\x7f")
+    write_app(tmp_path, experiment, {"out": "/x y/🐟", "resume": True, "report": False})
+    flower = tomllib.loads((tmp_path / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["flwr"]["app"]
     settings = Settings.read(flower["config"])
     assert settings.experiment == experiment
-    assert (settings.out, settings.resume, settings.report) == ("/x y/z", True, False)
+    assert (settings.out, settings.resume, settings.report) == ("/x y/🐟", True, False)
 
 
 def test_tail_reads_whole_lines_once_and_follows_a_truncated_file(tmp_path):

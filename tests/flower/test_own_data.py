@@ -91,14 +91,32 @@ def test_arrays_that_do_not_fit_are_refused_with_a_sentence(tmp_path):
         "shape": {"inputs": np.zeros((20, 9, 9), np.uint8), "labels": np.arange(20) % 10},
         "label 12": {"inputs": inputs, "labels": np.full(20, 12)},
         "labels are names": {"inputs": inputs, "labels": np.array(["a", "b"] * 10)},
-    }
+        "classes are 1, 0, 2, 3, 4, 5, 6, 7, 8, 9 and the server's 0, 1,": {
+            "inputs": inputs, "labels": np.arange(20) % 10, "classes": list("1023456789"),
+        },
+        "classes are 0, 1 and the server's 0, 1, 2,": {"inputs": inputs, "labels": np.arange(20) % 2, "classes": list("01")},
+        "not fractions": {"inputs": inputs, "labels": np.full(20, np.nan)},
+        "holds no examples": {"inputs": inputs[:0], "labels": np.zeros(0, int)},
+        "of numbers": {"inputs": inputs.astype(str), "labels": np.arange(20) % 10},
+        "one array without a name": inputs,
+    }  # fmt: skip
     for i, (word, arrays) in enumerate(cases.items()):
         path = tmp_path / f"{i}.npz"
-        np.savez(path, **arrays)
+        with open(path, "wb") as file:
+            np.savez(file, **arrays) if isinstance(arrays, dict) else np.save(file, arrays)
         federation, said = over_grid(own(), grid_of(configs=[{"partition-id": 0, "data": str(path)}]))
         with pytest.raises(RunError, match=word):
             federation.run()
-        assert any(word in s for s in said)
+        (refusal,) = [s for s in said if "is refused" in s and word in s]
+        assert str(tmp_path) not in refusal  # folders are the node's own business
+
+
+def test_excluded_classes_are_left_out_of_plain_labels_too(files):
+    grid = grid_of(configs=[{"partition-id": i, "data": str(f)} for i, f in enumerate(files)])
+    federation, _ = over_grid(own(rounds=1, data__exclude_classes=(9,)), grid)
+    federation.run()
+    labels = load_source("digits").train.labels[: sum(SIZES)]
+    assert rounds_of(federation)[0]["examples"] == int((labels != 9).sum())
 
 
 def test_an_owner_may_hold_a_single_class(tmp_path):

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from flower_cases import Clock, grid_of, over_grid, rounds_of, small
+from flower_cases import Clock, grid_of, over_grid, replaced, rounds_of, small
 from flwr.app import ConfigRecord
 
 from fedbayes import runner
@@ -18,7 +18,9 @@ pytest.importorskip("dp_accounting", reason="needs the extra 'privacy'")
 
 
 def noised(**changes):
-    plain = {"fusion__weighting": "equal", "privacy__clip": 5.0, "privacy__noise": 1.5, "rounds": 1}
+    plain = {
+        "fusion__weighting": "equal", "data__mean": "none", "privacy__clip": 5.0, "privacy__noise": 1.5, "rounds": 1,
+    }  # fmt: skip
     return small(**(plain | changes))
 
 
@@ -128,10 +130,16 @@ def test_a_server_that_asks_a_private_node_for_its_posterior_after_the_census_ge
     [
         ("keys", lambda r: r.pop("keys")),
         ("keys", lambda r: r["keys"].update({"masking": "text"})),
+        ("keys", lambda r: r["keys"].update({"masking": b"garbage"})),
+        ("keys", lambda r: r["keys"].update({"masking": r["keys"]["sealing"]})),
         ("shares", lambda r: r.pop("sealed")),
         ("shares", lambda r: r["sealed"].popitem()),
         ("masked", lambda r: r["masked"].clear()),
         ("masked", lambda r: r["included"].update({"clients": [2]})),
+        ("masked", lambda r: r["included"].update({"clients": [1, 1]})),
+        ("reveal", lambda r: r["shares"].update({"1001": b"z"})),
+        ("reveal", lambda r: r["shares"].update({"1001": b"\x07" + r["shares"]["1001"][1:]})),
+        ("reveal", lambda r: r["shares"].popitem()),
         ("reveal", lambda r: r.update({"shares": ConfigRecord({"x": 1})})),
     ],
 )
@@ -150,3 +158,61 @@ def test_an_answer_that_makes_no_sense_drops_its_node_and_the_others_are_summed(
     (event,) = rounds_of(federation)
     assert event["clients"] == ([0, 1, 2, 3] if stage == "reveal" else [0, 2, 3])
     assert any(f["client"] == 1 and "cannot be read" in f["reason"] for f in event["engine"]["failures"])
+
+
+def test_a_broken_share_or_an_endless_reason_is_said_in_one_short_sentence():
+    from fedbayes.flower.client import client_app
+
+    def app(message, context):
+        reply, kind = client_app(message, context), message.metadata.message_type
+        if kind == "train.shares" and context.node_config["partition-id"] == 1:
+            reply.content["sealed"]["1000"] = b"broken"
+        if kind == "train.masked" and context.node_config["partition-id"] == 0:
+            assert "masked" not in reply.content
+            reply.content["failures"]["0"] += "x" * 10**5
+        return reply
+
+    experiment = small(fusion__private=True, rounds=1, participation__quorum=0.5, partition__clients=4)
+    federation, _ = over_grid(experiment, grid_of(4, app), clock=Clock())
+    federation.run()
+    (event,) = rounds_of(federation)
+    assert event["clients"] == [1, 2, 3]
+    (failure,) = event["engine"]["failures"]
+    assert "the share of node 1001 cannot be opened" in failure["reason"]
+    assert len(failure["reason"]) <= 500
+
+
+@pytest.mark.parametrize(("quorum", "clients"), [(1.0, [0, 1, 2]), (0.6, [0, 1])])
+def test_a_private_round_waits_for_its_nodes_where_the_quorum_needs_them(quorum, clients):
+    grid, clock = grid_of(3), Clock()
+    grid.nodes[1002].online = False
+
+    def wake(seconds):
+        clock.time += seconds
+        grid.nodes[1002].online |= clock.time > 5
+
+    experiment = small(fusion__private=True, rounds=1, transport__wait=60.0)
+    federation, _ = over_grid(replaced(experiment, "participation", quorum=quorum), grid, clock=clock)
+    federation.cohort.sleep = wake
+    federation.cohort.restore({"sizes": {0: 80, 1: 80, 2: 80}, "trained": {}})  # as a resumed run knows them
+    federation.run()
+    (event,) = rounds_of(federation)
+    assert event["clients"] == clients
+    missing = [(f["client"], f["reason"]) for f in event["engine"]["failures"]]
+    assert missing == ([] if 2 in clients else [(2, "no node that hosts it is connected")])
+
+
+@pytest.mark.parametrize(("private", "kind"), [(False, "train"), (True, "train.masked")])
+def test_a_node_that_flower_does_not_address_counts_as_silent(private, kind):
+    """Flower gives None for the number of a message to a node it does not know any more."""
+    grid = grid_of(4)
+    push = grid.push_messages
+    grid.push_messages = lambda messages: [
+        None if (m.metadata.message_type, m.metadata.dst_node_id) == (kind, 1002) else push([m])[0] for m in messages
+    ]
+    experiment = small(
+        rounds=1, partition__clients=4, participation__quorum=0.5, participation__deadline=5.0, fusion__private=private
+    )
+    federation, _ = over_grid(experiment, grid, clock=Clock())
+    federation.run()
+    assert rounds_of(federation)[0]["clients"] == [0, 1, 3]

@@ -36,7 +36,14 @@ def test_bytes_of_every_client_each_way_and_failures_with_their_reason(tmp_path)
 
 def test_the_page_tells_epsilon_of_every_round_beside_the_traffic(tmp_path):
     pytest.importorskip("dp_accounting", reason="needs the extra 'privacy'")
-    experiment = small(rounds=3, fusion__private=True, fusion__weighting="equal", privacy__clip=5.0, privacy__noise=2.0)
+    experiment = small(
+        rounds=3,
+        fusion__private=True,
+        fusion__weighting="equal",
+        data__mean="none",
+        privacy__clip=5.0,
+        privacy__noise=2.0,
+    )
     result = serve(grid_of(3), Settings(experiment, str(tmp_path / "run")))
     page = (tmp_path / "run" / "report.html").read_text()
     spent = [e["fusion"]["privacy"]["epsilon"] for e in result.events if e["kind"] == "round"]

@@ -10,7 +10,7 @@ from flower_cases import grid_of
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedbayes.errors import ConfigError
+from fedbayes.errors import ConfigError, RunError
 from fedbayes.flower import FusionStrategy
 from fedbayes.fusion import fuse
 from fedbayes.posterior import Gaussian, Posterior
@@ -40,14 +40,14 @@ def record(state):
     return ArrayRecord({n: Array(t.numpy()) for n, t in state.items()})
 
 
-def app_sending(states):
-    """An ordinary client app: node i answers with the i-th state and 10 (i + 1) examples."""
+def app_sending(states, said=None):
+    """An ordinary client app: node i answers with the i-th state and 10 (i + 1) examples (or what it is to say)."""
     app = ClientApp()
 
     @app.train()
     def train(message, context):
         i = context.node_config["partition-id"]
-        metrics = MetricRecord({"num-examples": 10 * (i + 1), "loss": float(i), "partition-id": i})
+        metrics = MetricRecord(said[i] if said else {"num-examples": 10 * (i + 1), "loss": float(i), "partition-id": i})
         return Message(RecordDict({"arrays": record(states[i]), "metrics": metrics}), reply_to=message)
 
     return app
@@ -93,13 +93,68 @@ def test_fuses_as_by_hand_whatever_the_tensors_are_called(rule, form, mean, scal
     assert result.train_metrics_clientapp[1]["loss"] == pytest.approx(np.average([0, 1, 2], weights=[10, 20, 30]))
 
 
-def test_a_bad_client_is_refused_and_the_others_are_fused():
+def told(examples):
+    """Have client 1 report this number of examples."""
+    return lambda state, said: said.update({"num-examples": examples})
+
+
+@pytest.mark.parametrize("weighting", ["size", "max-discrepancy"])
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda state, said: state["fc.weight"].fill_(float("nan")), "NaN"),
+        (lambda state, said: state.update(extra=torch.zeros(2)), "not a tensor of this model"),
+        (lambda state, said: state.pop("bn.running_mean"), "missing"),
+        (lambda state, said: state.pop("fc.weight"), "no means"),
+        (lambda state, said: state.update({"fc.weight": torch.zeros(2, 2)}), "shape"),
+        (told(0), "'num-examples' is 0"),
+        (told(-5), "'num-examples' is -5"),
+        (told(float("nan")), "'num-examples' is nan"),
+        (told([1, 2]), "is [1, 2]"),
+        (lambda state, said: said.pop("num-examples"), "is None"),
+    ],
+)
+def test_a_bad_client_is_refused_by_name_and_the_others_are_fused(spoil, reason, weighting):
     states = [tensors(i) for i in range(3)]
-    states[1]["fc.weight"][0, 0] = float("nan")
-    strategy = FusionStrategy("nwa", "equal", fraction_evaluate=0.0)
-    strategy.start(grid_of(3, app_sending(states)), record(tensors(9)), 1)
-    assert [r["client"] for r in strategy.record["refused"]] == [1]
+    said = [{"num-examples": 10, "loss": 1.0, "partition-id": i} for i in range(3)]
+    spoil(states[1], said[1])
+    strategy = FusionStrategy("nwa", weighting, fraction_evaluate=0.0)
+    result = strategy.start(grid_of(3, app_sending(states, said)), record(tensors(9)), 1)
+    (refused,) = strategy.record["refused"]
+    assert refused["client"] == 1
+    assert reason in f"{refused['tensor']} {refused['reason']}"
     assert set(strategy.record["weights"]) == {"0", "2"}
+    assert result.train_metrics_clientapp[1]["loss"] == 1.0
+
+
+def test_where_no_client_is_fit_the_model_stays():
+    said = [{"num-examples": 0, "partition-id": i} for i in range(3)]
+    strategy = FusionStrategy("nwa", fraction_evaluate=0.0)
+    result = strategy.start(grid_of(3, app_sending([tensors(i) for i in range(3)], said)), record(tensors(9)), 2)
+    assert len(result.arrays) == 0
+    assert [r["client"] for r in strategy.record["refused"]] == [0, 1, 2]
+
+
+def test_clients_that_report_one_number_all_count_whoever_answers_first():
+    said = [{"num-examples": 10 * (i + 1), "partition-id": 0} for i in range(3)]
+    expected = {f"0 (node {1000 + i})": pytest.approx((i + 1) / 6) for i in range(3)}
+    for step in (1, -1):
+        grid = grid_of(3, app_sending([tensors(i) for i in range(3)], said))
+        pull = grid.pull_messages
+        grid.pull_messages = lambda ids, pull=pull, step=step: list(pull(ids))[::step]
+        strategy = FusionStrategy("ws", "size", fraction_evaluate=0.0)
+        strategy.start(grid, record(tensors(9)), 1)
+        assert strategy.record["weights"] == expected
+
+
+@pytest.mark.parametrize(("dtype", "rho"), [(torch.float16, -9.0), (torch.float16, -8.0), (torch.float32, -60.0)])
+def test_small_sigmas_survive_in_the_models_own_type(dtype, rho):
+    state = {"w": torch.ones(3, dtype=dtype), "w_rho": torch.full((3,), rho, dtype=dtype)}
+    strategy = FusionStrategy("nwa", fraction_evaluate=0.0)
+    result = strategy.start(grid_of(3, app_sending([state] * 3)), record(state), 2)
+    for name, tensor in state.items():
+        assert np.array_equal(result.arrays[name].numpy(), tensor.numpy())
+        assert result.arrays[name].dtype == str(tensor.numpy().dtype)
 
 
 def test_continues_from_its_checkpoint_with_the_round_counted_on(tmp_path):
@@ -120,6 +175,13 @@ def test_continues_from_its_checkpoint_with_the_round_counted_on(tmp_path):
     whole = FusionStrategy("ws", "size", fraction_evaluate=0.0).start(grid_of(3, app), record(tensors(9)), 3)
     for name, array in whole.arrays.items():
         assert np.allclose(array.numpy(), resumed.arrays[name].numpy(), rtol=1e-6)
+    done = run(3)
+    assert len(seen) == 9
+    assert all(np.array_equal(a.numpy(), done.arrays[n].numpy()) for n, a in resumed.arrays.items())
+    strategy = FusionStrategy("ws", "size", fraction_evaluate=0.0, checkpoint=tmp_path / "c.safetensors")
+    for other in (tensors(9, "other.weight", "other.weight_rho"), tensors(9) | {"bn.running_mean": torch.zeros(6)}):
+        with pytest.raises(RunError, match="holds another model"):
+            strategy.start(grid_of(3, spying), record(other), 4)
 
 
 @pytest.mark.parametrize(

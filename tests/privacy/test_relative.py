@@ -125,6 +125,11 @@ def test_a_bad_posterior_is_refused_before_it_is_added():
         ({"privacy.clip": 1.0}, "fusion.weighting = equal"),
         ({"privacy.clip": 1.0, "fusion.weighting": "equal", "fusion.rule": "ppa"}, "draws at random"),
         ({"privacy.noise": 1.0}, "privacy.clip"),
+        ({"privacy.clip": 1.0, "fusion.weighting": "equal"}, r"use data\.mean = none or client"),
+        (
+            {"privacy.clip": 1.0, "fusion.weighting": "equal", "data.mean": "client", "data.scale": "standard"},
+            r"use data\.scale = unit or none",
+        ),
         ({"fusion.private": True, "fusion.weighting": "max-discrepancy"}, "single clients"),
         ({"fusion.private": True, "distill.enabled": True}, "distill"),
     ],
@@ -184,20 +189,26 @@ def federation(**changes):
     plain = {
         "rounds": 3, "partition.clients": 4, "data.limit": 240, "data.test_limit": 60, "data.validation": 0.0,
         "local.epochs": 1, "model.width": 16, "engine.lanes": 1, "engine.device": "cpu", "evaluation.samples": 2,
-        "evaluation.every": 10, "fusion.weighting": "equal",
+        "evaluation.every": 10, "fusion.weighting": "equal", "data.mean": "none",
     }  # fmt: skip
     experiment = config.override(config.read("digits"), plain | changes)
     setup = runner.prepare(experiment)
     return runner.make_federation(setup, runner.local_cohort([setup]), None)
 
 
-def test_epsilon_is_reported_each_round_and_repeats_by_seed():
+def test_epsilon_is_reported_each_round_and_repeats_by_seed(monkeypatch):
+    """Also where lanes are measured on the first round's assignments: that sends nothing, so it is no release."""
+    from fedbayes import runner
+
+    monkeypatch.setattr("fedbayes.engine.cohort.choose", lambda setting, jobs: (1, 1, "measured"))
     first, second = (
         federation(**{"privacy.clip": 5.0, "privacy.noise": 1.5}),
-        federation(**{"privacy.clip": 5.0, "privacy.noise": 1.5}),
+        federation(**{"privacy.clip": 5.0, "privacy.noise": 1.5, "engine.lanes": 0}),
     )
+    runner._write_lanes(second.cohort, [second])
     assert first.run().same_bits(second.run())
     spent = [e["fusion"]["privacy"]["epsilon"] for e in first.history if e["kind"] == "round"]
+    assert spent == [e["fusion"]["privacy"]["epsilon"] for e in second.history if e["kind"] == "round"]
     assert spent == sorted(spent)
     assert spent[0] > 0
     assert len(set(spent)) == 3

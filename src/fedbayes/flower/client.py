@@ -20,7 +20,7 @@ from ..cohort import Assignment, Update
 from ..errors import FedBayesError
 from . import masked_client as masked
 from .codecs import Layout
-from .home import Home, prepare_home
+from .home import Home, prepare_home, sentence
 from .memory import recall, remember
 from .records import put_error, put_update, take_assignments
 
@@ -37,8 +37,8 @@ def describe(message: Message, context: Context) -> Message:
     reply = RecordDict()
     try:
         reply["census"] = ConfigRecord(census(message.content, context.node_config))
-    except FedBayesError as error:
-        reply["refusal"] = ConfigRecord({"reason": str(error), "version": __version__})
+    except Exception as error:
+        reply["refusal"] = ConfigRecord({"reason": sentence(error, context.node_config), "version": __version__})
     return Message(reply, reply_to=message)
 
 
@@ -111,17 +111,16 @@ def work(asked: RecordDict, node_config: Mapping[str, Any], state: RecordDict) -
         setup = node_setup(asked, node_config, assignments[0].client)
     except FedBayesError as error:
         for number in numbers:
-            put_error(reply, number, str(error))
+            put_error(reply, number, sentence(error, node_config))
         return reply
     for assignment in assignments:
         try:
             update = train_one(setup, assignment, state, last_trained(wire, assignment.client))
             put_update(reply, update, assignment.seed, str(wire["codec"]), assignment.start)
-        except FedBayesError as error:
-            put_error(reply, assignment.client, str(error))
         except Exception as error:
-            log.exception("client %d failed in round %d", assignment.client, assignment.round)
-            put_error(reply, assignment.client, f"{type(error).__name__}: {error}")
+            if not isinstance(error, FedBayesError):
+                log.exception("client %d failed in round %d", assignment.client, assignment.round)
+            put_error(reply, assignment.client, sentence(error, node_config))
     return reply
 
 
@@ -176,4 +175,5 @@ def node_setup(asked: RecordDict, node_config: Mapping[str, Any], client: int) -
 def _setup(asked: RecordDict, home: Home) -> Setup:
     about = asked.config_records["experiment"]
     shape = tuple(int(n) for n in str(about["shape"]).split(",") if n)
-    return prepare_home(str(about["toml"]), home, int(str(about["classes"])), shape)
+    names = tuple(str(name) for name in about["classes"])  # type: ignore[union-attr]
+    return prepare_home(str(about["toml"]), home, len(names), shape, names)

@@ -6,6 +6,7 @@ they arrive, one reply in memory at a time; the sums they go into do not depend 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +18,13 @@ from flwr.serverapp import Grid
 
 from .. import __version__, config
 from ..cohort import Assignment, Update
-from ..errors import RunError
+from ..errors import ConfigError, RunError
 from ..experiment import Experiment
+from ..federation import options
+from ..fusion import get_rule
 from ..posterior import Posterior
-from .codecs import Layout, get_codec
-from .records import account, payload_bytes, put_assignments, put_posterior, share_out, take_updates
+from .codecs import Int8, Layout, get_codec
+from .records import LONGEST, account, payload_bytes, put_assignments, put_posterior, share_out, take_updates
 from .registry import Member, Registry
 
 POLL_SECONDS = 0.3
@@ -38,7 +41,7 @@ class FlowerCohort:
 
     ``layout`` is that of the first global posterior: nodes whose network differs are refused. ``clients`` is how many
     the experiment has, and ``sizes`` how many examples each holds where the experiment shares them out (None: not checked);
-    ``classes`` and ``shape`` describe the network's task to nodes with their own data.
+    ``classes`` (their names) and ``shape`` describe the network's task to nodes with their own data.
     ``say`` is told, in sentences, of nodes that come, fail or are refused.
     """
 
@@ -54,7 +57,7 @@ class FlowerCohort:
         layout: Layout,
         *,
         clients: int,
-        classes: int,
+        classes: Sequence[str],
         shape: Sequence[int],
         sizes: Sequence[int] | None = None,
         say: Callable[[str], None] = print,
@@ -66,12 +69,17 @@ class FlowerCohort:
         self._about = ConfigRecord(
             {
                 "toml": config.dumps(experiment),
-                "classes": int(classes),
+                "classes": list(classes),
                 "shape": ",".join(map(str, shape)),
                 "version": __version__,
             }
         )
-        get_codec(experiment.transport.wire)
+        rule = get_rule(experiment.fusion.rule, **options(experiment))
+        if isinstance(get_codec(experiment.transport.wire), Int8) and rule.allows_zero_variance:
+            raise ConfigError(
+                f"transport.wire = int8: the rule '{rule.name}' takes variances of any size, and means in units of their roots "
+                "spread too far for eight bits; use bf16 or float32."
+            )
         self.registry = Registry(clients, layout, experiment.transport.nodes, sizes)
         self._trained: dict[int, int] = {}
         self._start: tuple[Posterior, RecordDict] | None = None  # the round's global posterior, encoded once
@@ -120,7 +128,8 @@ class FlowerCohort:
 
         A node that was restarted meanwhile has lost its message and counts as silent.
         """
-        nodes = {i: m.metadata.dst_node_id for m in messages for i in self.grid.push_messages([m])}
+        pushed = {i: m.metadata.dst_node_id for m in messages for i in self.grid.push_messages([m])}
+        nodes = {i: n for i, n in pushed.items() if i is not None}  # None: Flower does not know the node any more
         stamps = {n: self.registry.stamp(n) for n in nodes.values()}
         looked = self.clock()
         end = looked + seconds
@@ -196,9 +205,8 @@ class Round:
 
     def __init__(self, cohort: FlowerCohort, assignments: Sequence[Assignment]) -> None:
         self.cohort, self.grid, self.assignments = cohort, cohort.grid, {a.client: a for a in assignments}
-        p = cohort.experiment.participation
-        self.deadline = p.deadline
-        self.needed = max(1, -int(-(p.quorum * len(assignments) - 1e-9) // 1))
+        self.deadline = cohort.experiment.participation.deadline
+        self.needed = quorum_of(cohort.experiment, len(assignments))
         self.arrived: dict[int, int] = {}
         self.failures: dict[int, str] = {}
         self.lost: set[int] = set()  # clients whose node could not be reached
@@ -248,6 +256,7 @@ class Round:
             size, group_clients = payload_bytes(message.content), [a.client for a in group]
             for message_id in self.grid.push_messages([message]):
                 if message_id is None:
+                    self.lost |= set(group_clients)
                     continue
                 self.out[message_id] = Out(node, group_clients, self.cohort.registry.stamp(node))
                 share_out(self.traffic, group_clients, "down", size)
@@ -303,8 +312,8 @@ class Round:
         self._fail(client, reason)
 
     def _fail(self, client: int, reason: str) -> None:
-        self.failures[client] = reason
-        self.cohort.say(f"round {self.assignments[client].round}: client {client}: {reason}")
+        self.failures[client] = reason[:LONGEST]
+        self.cohort.say(f"round {self.assignments[client].round}: client {client}: {self.failures[client]}")
 
     def _look_around(self) -> None:
         """Send assignments again to nodes that were restarted (they lost theirs) or have come back."""
@@ -332,6 +341,11 @@ class Round:
             "failures": [{"client": c, "reason": r} for c, r in sorted(self.failures.items())],
             "bytes": account(self.traffic),
         }
+
+
+def quorum_of(experiment: Experiment, clients: int) -> int:
+    """Return how many of a round's clients suffice."""
+    return max(1, math.ceil(experiment.participation.quorum * clients - 1e-9))
 
 
 def alike(assignments: Sequence[Assignment]) -> list[list[Assignment]]:

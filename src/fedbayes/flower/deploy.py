@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from flwr.serverapp import Grid
 
 from .. import __version__, config
 from ..errors import ConfigError, RunError
@@ -53,16 +56,31 @@ def rehearse(
     out TLS and node keys. Everything Flower writes, logs included, stays in ``RUN_DIR/flower``.
     """
     from .. import runner
-    from ..rundir import fresh_directory
+    from ..rundir import FILES_OF_A_RUN, RunDirectory, fresh_directory
+    from .masking import LEAST_PARTIES
+    from .server import cohort_of
 
     if nodes < 1:
         raise ConfigError(f"{nodes} nodes cannot run a federation; give at least 1.")
     if run_dir is None and resume:
         raise RunError("nothing to resume: name the run directory (--out).")
+    data_dir = data_dir or os.environ.get("FEDBAYES_DATA")
+    data_dir = Path(data_dir).expanduser().resolve() if data_dir else None
     setup = runner.prepare(experiment, data_dir=data_dir)  # whatever cannot be is refused before anything starts
-    path = Path(run_dir) if run_dir is not None else fresh_directory(runner.DEFAULT_ROOT, experiment.name)
-    path = path.resolve()
+    experiment = with_whole_paths(experiment)
     configs = list(node_configs) if node_configs is not None else partitioned(nodes, data_dir)
+    runner.make_federation(setup, cohort_of(cast(Grid, None), setup), None)  # nobody is asked anything yet
+    if (
+        experiment.fusion.private
+        and (few := len(configs) if node_configs else min(nodes, len(setup.shards))) < LEAST_PARTIES
+    ):
+        raise ConfigError(
+            f"fusion.private: the sum of {few} node shows its numbers; at least {LEAST_PARTIES} nodes with clients are needed."
+        )
+    path = Path(run_dir) if run_dir is not None else fresh_directory(runner.DEFAULT_ROOT, experiment.name)
+    if any((path / name).exists() for name in FILES_OF_A_RUN):
+        RunDirectory(path, experiment, resume=resume).close()
+    path = path.resolve()
     with _folder(path / "flower", path) as folder:
         app = write_app(
             folder / "app", experiment, {"out": str(path), "resume": resume, "data-dir": str(data_dir or "")}
@@ -73,6 +91,18 @@ def rehearse(
     events = read_events(path)
     best = next((e["best_round"] for e in reversed(events) if e["kind"] == "end"), experiment.rounds)
     return runner.Result(setup, final, Posterior.load(path / "best.safetensors"), best, events, path)
+
+
+def with_whole_paths(experiment: Experiment) -> Experiment:
+    """Return the experiment with its paths made absolute: Flower's processes run in another folder."""
+    from ..data import get_source
+    from ..data.sources import PATH_SOURCES
+
+    names = {key: config.get(experiment, key) for key in ("data.name", "data.ood", "distill.data")}
+    paths = {
+        k: str(Path(n).expanduser().resolve()) for k, n in names.items() if n and get_source(n).name in PATH_SOURCES
+    }
+    return config.override(experiment, paths)
 
 
 def partitioned(nodes: int, data_dir: str | Path | None = None) -> list[dict[str, str | int | float]]:
@@ -105,11 +135,15 @@ def write_app(folder: Path, experiment: Experiment, settings: Mapping[str, str |
         'clientapp = "fedbayes_app:client_app"',
         "",
         "[tool.flwr.app.config]",
-        f"experiment = {json.dumps(config.dumps(experiment))}",
-        *(f"{key} = {json.dumps(value)}" for key, value in settings.items()),
+        f"experiment = {_toml(config.dumps(experiment))}",
+        *(f"{key} = {_toml(value)}" for key, value in settings.items()),
     ]
-    (folder / "pyproject.toml").write_text("\n".join(lines) + "\n")
+    (folder / "pyproject.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
+
+
+def _toml(value: str | bool) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def follow(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import ConfigError, DataError, nearest
+from ..errors import ConfigError, DataError, FedBayesError, nearest
 
 if TYPE_CHECKING:
     from ..data import Dataset
@@ -103,12 +104,25 @@ class Home:
         return tuple(range(self.partition, total, self.partitions))
 
 
+_FOLDERS = re.compile(r"(?<![\w:/.])~?(?:/[^\s/'\"]+)*/(?=[^\s/])")
+
+
+def sentence(error: Exception, node_config: Mapping[str, object]) -> str:
+    """What the server is told of an error: it may name a file of this node, but not the folders the file lies in."""
+    text = str(error) if isinstance(error, FedBayesError) else f"{type(error).__name__}: {error}"
+    for key in ("data", "data-dir"):
+        folder = Path(str(node_config.get(key, ""))).expanduser().parent
+        if folder.name:
+            text = text.replace(f"{folder}/", "")
+    return _FOLDERS.sub("", text)
+
+
 @lru_cache(maxsize=2)
-def prepare_home(toml: str, home: Home, classes: int, shape: tuple[int, ...]) -> Setup:
+def prepare_home(toml: str, home: Home, classes: int, shape: tuple[int, ...], names: tuple[str, ...] = ()) -> Setup:
     """Make the experiment ready on this node: its data, the network, the transform. Pure, so processes agree.
 
     A node without data of its own prepares exactly what the server prepares and keeps to its own clients' shards;
-    a node with an .npz file trains the experiment's network on that file's examples.
+    a node with an .npz file trains the experiment's network on that file's examples. ``names`` are the server's classes.
     """
     from .. import config, runner
 
@@ -118,20 +132,24 @@ def prepare_home(toml: str, home: Home, classes: int, shape: tuple[int, ...]) ->
     experiment = dataclasses.replace(experiment, engine=engine, data=data)
     if home.data is None:
         return runner.prepare(experiment, data_dir=home.data_dir)
-    return _prepare_own(experiment, home, classes, shape)
+    return _prepare_own(experiment, home, classes, shape, names)
 
 
-def _prepare_own(experiment: Experiment, home: Home, classes: int, shape: tuple[int, ...]) -> Setup:
+def _prepare_own(
+    experiment: Experiment, home: Home, classes: int, shape: tuple[int, ...], names: tuple[str, ...]
+) -> Setup:
     from ..data import make_transform
     from ..nn import posterior_of
     from ..setup import Setup, build_network, captures_moment, with_variances
 
     refuse_shared_statistics(experiment)
-    dataset = _read_own(experiment, home, classes)
+    dataset = _read_own(experiment, home, classes, names)
+    if not len(dataset.train):
+        raise DataError(f"{home.data}: holds no examples to train on.")
     found = tuple(dataset.train.inputs.shape[1:])
     if found != shape:
         raise DataError(f"{home.data}: one input has shape {found} here and {shape} on the server; they must agree.")
-    most = int(dataset.train.labels.max()) if len(dataset.train) else -1
+    most = int(dataset.train.labels.max())
     if most >= classes:
         raise DataError(
             f"{home.data}: holds label {most}, but the server knows {classes} classes (0 to {classes - 1})."
@@ -146,10 +164,10 @@ def _prepare_own(experiment: Experiment, home: Home, classes: int, shape: tuple[
     return Setup(experiment, dataset, shards, nothing, nothing, None, model, start, transform)
 
 
-def _read_own(experiment: Experiment, home: Home, count: int) -> Dataset:
+def _read_own(experiment: Experiment, home: Home, count: int, names: tuple[str, ...]) -> Dataset:
     """Read the node's file; every example trains (the server judges), unless the file itself has a test part."""
     from ..data import load
-    from ..data.arrays import KEYS, from_arrays, read_npz
+    from ..data.arrays import KEYS, as_labels, from_arrays, read_npz
     from ..data.loading import exclude_classes
 
     path = Path(str(home.data))
@@ -160,6 +178,14 @@ def _read_own(experiment: Experiment, home: Home, count: int) -> Dataset:
     arrays = {k.lower(): v for k, v in read_npz(path).items()}
     found = {role: next((arrays[k] for k in spellings if k in arrays), None) for role, spellings in KEYS.items()}
     inputs, labels, classes = found["inputs"], found["labels"], found["classes"]
+    excluded = experiment.data.exclude_classes
+    if classes is not None:
+        mine = tuple(c.decode() if isinstance(c, bytes) else str(c) for c in classes)
+        kept = tuple(c for i, c in enumerate(mine) if i not in excluded)
+        if names and kept != names:
+            raise DataError(
+                f"{path}: its classes are {_some(kept)} and the server's {_some(names)}; they must be the same."
+            )
     if labels is not None and labels.dtype.kind in "USO" and classes is None:
         raise DataError(
             f"{path}: labels are names, and every node would number them in its own way; give whole numbers, or an array "
@@ -168,11 +194,18 @@ def _read_own(experiment: Experiment, home: Home, count: int) -> Dataset:
     if found["test_inputs"] is not None or inputs is None or labels is None:
         data = dataclasses.replace(experiment.data, name=str(path), limit=0, test_limit=0)
         return load(data, data_dir=home.data_dir, seed=experiment.seed)
-    if classes is None and int(labels.max(initial=0)) >= count:
-        raise DataError(f"{path}: holds label {int(labels.max())}, but the server knows classes 0 to {count - 1}.")
-    names = [str(c) for c in (range(count) if classes is None else classes)]  # an owner may lack some classes
-    dataset = from_arrays(inputs, labels, inputs, labels, classes=names, name=path.stem)
-    return exclude_classes(dataset, experiment.data.exclude_classes) if experiment.data.exclude_classes else dataset
+    if classes is None:  # an owner may lack some classes
+        count += len(set(excluded))
+        most = int(as_labels(labels, f"{path}: labels").max(initial=0))
+        if most >= count:
+            raise DataError(f"{path}: holds label {most}, but the server knows classes 0 to {count - 1}.")
+        mine = tuple(map(str, range(count)))
+    dataset = from_arrays(inputs, labels, inputs, labels, classes=mine, name=path.stem)
+    return exclude_classes(dataset, excluded) if excluded else dataset
+
+
+def _some(names: tuple[str, ...], most: int = 12) -> str:
+    return ", ".join(names[:most]) + (f", ... ({len(names)})" if len(names) > most else "")
 
 
 def refuse_shared_statistics(experiment: Experiment) -> None:

@@ -11,6 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from .. import __version__
 from ..errors import FedBayesError, RunError
+from .home import sentence
 from .masking import FixedPoint, Party
 from .records import take_assignments
 
@@ -55,10 +56,10 @@ def answer_masked(asked: RecordDict, node_config: Mapping[str, Any], state: Reco
     if included and vector is not None:
         try:
             encoded = numbers.encode(vector)
+            masked = party.mask(encoded, {int(n): b for n, b in asked.config_records["sealed"].items()})  # type: ignore[misc]
         except RunError as error:
             reply["failures"] = ConfigRecord({str(c): str(error) for c in weights})
             return reply
-        masked = party.mask(encoded, {int(n): b for n, b in asked.config_records["sealed"].items()})  # type: ignore[misc]
         keep(state, party)
         reply["masked"] = ArrayRecord({"vector": Array(masked)})
         reply["included"] = ConfigRecord({"clients": included})
@@ -94,7 +95,7 @@ def _statistics(
         assignments = take_assignments(asked)
         setup = node_setup(asked, node_config, assignments[0].client)
     except FedBayesError as error:
-        failures.update(dict.fromkeys(weights, str(error)))
+        failures.update(dict.fromkeys(weights, sentence(error, node_config)))
         return None, []
     total, included = None, []
     for a in assignments:
@@ -102,7 +103,7 @@ def _statistics(
             update = train_one(setup, a, state, last_trained(wire, a.client))
             vector = client_vector(setup.experiment, update, a.start, weights[a.client])
         except Exception as error:
-            failures[a.client] = str(error) if isinstance(error, FedBayesError) else f"{type(error).__name__}: {error}"
+            failures[a.client] = sentence(error, node_config)
             continue
         total = vector if total is None else total + vector
         included.append(a.client)

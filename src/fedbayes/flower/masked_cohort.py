@@ -18,10 +18,10 @@ from ..fusion import client_weights
 from ..posterior import Posterior
 from ..privacy.federation import MaskedTotal
 from ..privacy.relative import Relative, refuse_unless_sum
-from .cohort import FlowerCohort, alike
+from .cohort import POLL_SECONDS, FlowerCohort, alike, quorum_of
 from .masked_client import metrics_sent
-from .masking import LEAST_PARTIES, FixedPoint, threshold_of, unmask
-from .records import account, payload_bytes, share_out
+from .masking import LEAST_PARTIES, FixedPoint, check_keys, check_share, threshold_of, unmask
+from .records import LONGEST, account, payload_bytes, share_out
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class MaskedRound:
         self.experiment = cohort.experiment
         self.rule = refuse_unless_sum(self.experiment, options(self.experiment))
         self.start = assignments[0].start
-        self.hosts = cohort.registry.hosts(self.assignments)
+        self.hosts: dict[int, list[int]] = {}
         self.seconds = self.experiment.participation.deadline or self.experiment.transport.wait
         self.weights = client_weights(
             self.experiment.fusion.weighting, {c: cohort.registry.sizes[c] for c in self.assignments}
@@ -66,13 +66,14 @@ class MaskedRound:
 
     def run(self) -> MaskedTotal:
         """Return the round's total, or raise a sentence when too few nodes stayed to unmask one."""
+        self.hosts = self._connected()
         publics = self._keys()
         sealed = self._shares(publics)
         total, included = self._masked(sealed)
         present = sorted(included)
         dropped = sorted(set(sealed) - set(present))
         self._enough(present, "sent a masked sum")
-        shares = self._reveal(present, dropped)
+        shares = self._reveal(publics, present, dropped)
         number = FixedPoint(self.experiment.transport.mask_bits, self.parties)
         plain = number.decode(unmask(total, publics, present, dropped, shares, self.threshold))
         clients = sorted(c for cs in included.values() for c in cs)
@@ -94,6 +95,21 @@ class MaskedRound:
             refusals={c: r for c, r in self.failures.items() if c not in clients},
         )
 
+    def _connected(self) -> dict[int, list[int]]:
+        """Nodes that are there with their clients; below the quorum they are waited for, as an open round does."""
+        registry, needed = self.cohort.registry, quorum_of(self.experiment, len(self.assignments))
+        while True:
+            self.cohort._meet()
+            hosts = {n: cs for n, cs in registry.hosts(self.assignments).items() if registry.stamp(n)}
+            there = {c for cs in hosts.values() for c in cs}
+            late = self.cohort.clock() - self.began > self.experiment.transport.wait
+            if late or (len(there) >= needed and len(hosts) >= LEAST_PARTIES):
+                break
+            self.cohort.sleep(POLL_SECONDS)
+        for client in self.assignments.keys() - there:
+            self._fail(client, "no node that hosts it is connected")
+        return hosts
+
     @property
     def parties(self) -> int:
         """Nodes that started the round."""
@@ -109,9 +125,16 @@ class MaskedRound:
         return ConfigRecord({"threshold": self.threshold, "parties": self.parties, "bits": bits})
 
     def _keys(self) -> dict[int, tuple[bytes, bytes]]:
+        known: set[bytes] = set()
+
         def read(_node: int, reply: RecordDict) -> tuple[bytes, bytes]:
             keys = reply.config_records["keys"]
-            return _bytes(keys["masking"]), _bytes(keys["sealing"])
+            pair = _bytes(keys["masking"]), _bytes(keys["sealing"])
+            check_keys(pair)
+            if len({*pair} - known) < len(pair):
+                raise ValueError("a key that was sent before")
+            known.update(pair)
+            return pair
 
         record = RecordDict({"masking": self._about()})
         found = dict(self._ask("keys", dict.fromkeys(self.hosts, record), read))
@@ -149,7 +172,8 @@ class MaskedRound:
                 return None, [], failures
             vector = reply.array_records["masked"]["vector"].numpy()
             clients = [int(c) for c in reply.config_records["included"]["clients"]]  # type: ignore[union-attr]
-            if vector.shape != total.shape or vector.dtype != total.dtype or not set(clients) <= set(self.hosts[node]):
+            known = clients and len(set(clients)) == len(clients) and set(clients) <= set(self.hosts[node])
+            if vector.shape != total.shape or vector.dtype != total.dtype or not known:
                 raise ValueError("a masked vector of another form")
             return vector, clients, failures
 
@@ -172,12 +196,22 @@ class MaskedRound:
         record["weights"] = ConfigRecord({str(a.client): self.weights[a.client] for a in mine})
         return record
 
-    def _reveal(self, present: Sequence[int], dropped: Sequence[int]) -> dict[int, list[bytes]]:
+    def _reveal(
+        self, publics: Mapping[int, Any], present: Sequence[int], dropped: Sequence[int]
+    ) -> dict[int, list[bytes]]:
         record = RecordDict({"sum": ConfigRecord({"present": list(present), "dropped": list(dropped)})})
         found: dict[int, list[bytes]] = {}
 
-        def read(_node: int, reply: RecordDict) -> dict[int, bytes]:
-            return {int(n): _bytes(share) for n, share in reply.config_records["shares"].items()}
+        kinds = dict.fromkeys(present, "seed") | dict.fromkeys(dropped, "key")
+        index = {node: i for i, node in enumerate(sorted(publics), 1)}
+
+        def read(node: int, reply: RecordDict) -> dict[int, bytes]:
+            found = {int(n): _bytes(share) for n, share in reply.config_records["shares"].items()}
+            if found.keys() != kinds.keys():
+                raise ValueError("shares for other nodes than those that were named")
+            for owner, share in found.items():
+                check_share(share, kinds[owner], index[node])
+            return found
 
         for answered, (_, shares) in enumerate(self._ask("reveal", dict.fromkeys(present, record), read), 1):
             for owner, share in shares.items():
@@ -216,8 +250,8 @@ class MaskedRound:
 
     def _fail(self, client: int, reason: str) -> None:
         if client not in self.failures:
-            self.failures[client] = reason
-            self.cohort.say(f"client {client}: {reason}")
+            self.failures[client] = reason[:LONGEST]
+            self.cohort.say(f"client {client}: {self.failures[client]}")
 
     def _enough(self, nodes: Any, what: str) -> None:
         if len(nodes) < max(self.threshold, LEAST_PARTIES):

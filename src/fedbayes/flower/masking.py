@@ -18,6 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.fernet import InvalidToken
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from flwr.common.secure_aggregation.crypto.shamir import combine_shares, create_shares
@@ -33,6 +36,8 @@ from flwr.supercore.primitives.asymmetric import (
 
 from ..errors import ConfigError, RunError
 
+SHARE_SIZES = {"seed": 52, "key": 324}
+"""Bytes of a share: an index of four and, in blocks of 16, the padded secret (32 bytes of seed, 306 of a PEM key)."""
 LEAST_PARTIES = 2
 """Fewest nodes a total may stand for; with one it would be that node's own numbers."""
 
@@ -155,9 +160,13 @@ class Party:
         """Open the shares of those still taking part and return the vector under its masks."""
         self._advance("shares", "masked")
         for other, box in sealed.items():
-            source, target, seed_share, key_share = share_keys_plaintext_separate(
-                decrypt(self._sealing_secret(other), box)
-            )
+            try:
+                plain = decrypt(self._sealing_secret(other), box)
+            except InvalidToken:
+                raise RunError(
+                    f"secure aggregation: the share of node {other} cannot be opened; nothing was sent."
+                ) from None
+            source, target, seed_share, key_share = share_keys_plaintext_separate(plain)
             if (source, target) != (other, self.number):
                 raise RunError("secure aggregation: a share came from or went to the wrong node; nothing was sent.")
             self.seed_shares[other], self.key_shares[other] = seed_share, key_share
@@ -220,11 +229,39 @@ def unmask(
                 "to take the masks off; the round's sum is lost."
             )
     for party in present:
-        seed = combine_shares(list(shares[party])[:threshold])
+        seed = _combined(shares[party], threshold, party)
         total = total - key_stream(seed, len(total), total.dtype)
     for party in dropped:
-        private = combine_shares(list(shares[party])[:threshold])
+        private = _combined(shares[party], threshold, party)
         for other in present:
             mask = key_stream(pairwise_secret(private, publics[other][0]), len(total), total.dtype)
             total = total - mask if other > party else total + mask
     return total
+
+
+def _combined(shares: Sequence[bytes], threshold: int, party: int) -> bytes:
+    """Put a secret together; a share of the right form may still be a wrong one."""
+    try:
+        return combine_shares(list(shares)[:threshold])
+    except ValueError:
+        raise RunError(
+            f"secure aggregation: the shares of node {party}'s secret do not fit together, so a node sent a wrong one; the "
+            "round's sum is lost."
+        ) from None
+
+
+def check_keys(keys: Sequence[bytes]) -> None:
+    """Raise ``ValueError`` unless these are P-384 public keys."""
+    for key in keys:
+        try:
+            public = bytes_to_public_key(key)
+        except UnsupportedAlgorithm as error:
+            raise ValueError(str(error)) from None
+        if not isinstance(public, ec.EllipticCurvePublicKey) or public.curve.name != "secp384r1":
+            raise ValueError("a key of another kind")
+
+
+def check_share(share: bytes, kind: str, index: int) -> None:
+    """Raise ``ValueError`` unless a share has the form that the party of this index (from 1) would give it."""
+    if len(share) != SHARE_SIZES[kind] or int.from_bytes(share[:4], "little") != index:
+        raise ValueError("a share of another form")

@@ -86,6 +86,7 @@ class Network:
             raise
 
     def _prepare(self) -> None:
+        shutil.rmtree(self.folder / "keys", ignore_errors=True)  # what a killed rehearsal left
         for name in ("home", "logs", "keys"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         connection = ["[superlink]", 'default = "rehearsal"', "", "[superlink.rehearsal]"]
@@ -108,6 +109,9 @@ class Network:
         return {
             "OMP_WAIT_POLICY": "passive",
             **os.environ,
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [os.environ.get("PYTHONPATH"), os.getcwd()])
+            ),  # modules of one's own
             "PATH": scripts + os.pathsep + os.environ.get("PATH", ""),
             "FLWR_HOME": str(self.folder / "home"),
             "FLWR_TELEMETRY_ENABLED": "0",

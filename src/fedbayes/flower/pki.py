@@ -14,6 +14,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from ..errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Certificates:
@@ -32,6 +34,10 @@ def make_certificates(
     The authority's private key is used once and never written, so nobody can sign a second server with it.
     Private keys are readable by their owner only.
     """
+    if not hosts:
+        raise ConfigError(
+            "a server's certificate needs the name or address that nodes connect to; give at least one host."
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     authority_key, key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
@@ -66,6 +72,10 @@ def make_node_key(folder: str | Path, name: str) -> tuple[Path, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP384R1())
     private, public = folder / name, folder / f"{name}.pub"
+    if private.exists():
+        raise ConfigError(
+            f"{private} exists already, and the SuperLink may know it; choose another name, or remove it."
+        )
     _write_secret(private, _private_bytes(key, serialization.PrivateFormat.OpenSSH))
     public.write_bytes(
         key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH) + b"\n"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,7 +66,11 @@ class Settings:
         """Read Flower's (flat) run config; unknown keys and impossible values are refused with a sentence."""
         base = read_experiment(str(run_config.get("experiment", "")))
         changes = {k: v for k, v in run_config.items() if k not in OURS}
-        for word in shlex.split(str(run_config.get("overrides", ""))):
+        try:
+            words = shlex.split(str(run_config.get("overrides", "")))
+        except ValueError as error:
+            raise ConfigError(f"run config: overrides cannot be read ({error}).") from None
+        for word in words:
             key, equals, value = word.partition("=")
             if not equals:
                 raise ConfigError(f"run config: overrides holds '{word}'; write key=value pairs separated by spaces.")
@@ -73,17 +78,25 @@ class Settings:
         return Settings(
             config.override(base, changes, "run config"),
             str(run_config.get("out", "")),
-            bool(run_config.get("resume", False)),
+            _yes(run_config, "resume", False),
             str(run_config.get("data-dir", "")),
-            bool(run_config.get("report", True)),
+            _yes(run_config, "report", True),
         )
+
+
+def _yes(run_config: Mapping[str, Any], key: str, default: bool) -> bool:
+    word = str(run_config.get(key, default)).lower()
+    if word not in config.WORDS:
+        raise ConfigError(f"run config: {key}={run_config[key]!r} must be true or false.")
+    return config.WORDS[word]
 
 
 def read_experiment(text: str) -> Experiment:
     """Read an experiment given as a name, a file, or the TOML itself (nothing: the defaults)."""
     if not text:
         return Experiment()
-    return config.loads(text, "run config") if "\n" in text or "=" in text else config.read(text)
+    toml = "\n" in text or ("=" in text and not text.endswith(".toml") and not os.path.exists(text))
+    return config.loads(text, "run config") if toml else config.read(text)
 
 
 def serve(grid: Grid, settings: Settings) -> Result:
@@ -130,7 +143,7 @@ def cohort_of(grid: Grid, setup: Setup) -> FlowerCohort:
         experiment,
         Layout.of(setup.start),
         clients=len(setup.shards),
-        classes=len(setup.dataset.classes),
+        classes=setup.dataset.classes,
         shape=tuple(setup.dataset.train.inputs.shape[1:]),
         sizes=[len(shard) for shard in setup.shards],
         say=say,

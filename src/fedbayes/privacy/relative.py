@@ -93,7 +93,9 @@ class Relative:
         return posterior, record
 
     def _terms(self, relative: Posterior, weight: float, client: int) -> dict[str, Tensor]:
-        return self.rule.summarize(relative, weight, self.unit, (client,), self.layout)
+        """Return the statistics without their rounding errors, which are nothing beside a mask's grid and would be noised as if they were more."""
+        terms = self.rule.summarize(relative, weight, self.unit, (client,), self.layout)
+        return {name: term for name, term in terms.items() if not name.endswith("_low")}
 
 
 def _unit(mean: Tensor) -> Gaussian:
@@ -230,6 +232,12 @@ def _refuse_unless_bounded(experiment: Experiment, rule: Rule) -> None:
         )
     if rule.draws:
         raise ConfigError(f"privacy.clip: the rule '{rule.name}' draws at random, so a move cannot be bounded; use lp.")
+    for name, given, use in (("mean", "global", "none or client"), ("scale", "standard", "unit or none")):
+        if getattr(experiment.data, name) == given:
+            raise ConfigError(
+                f"privacy.clip: 'data.{name} = {given}' is measured on everybody's data and carries no noise, so epsilon would "
+                f"not cover it; use data.{name} = {use}."
+            )
 
 
 def noise_of(experiment: Experiment, rule: Rule, weights: Mapping[int, float]) -> float:
