@@ -36,13 +36,16 @@ class Cell:
 def parse_vary(items: Sequence[str]) -> dict[str, list[str]]:
     """Read ``key=value,value`` pairs; brackets keep commas together (``local.betas=[0.9,0.99],[0.8,0.9]``)."""
     axes: dict[str, list[str]] = {}
+    fields: set[str] = set()  # `fusion` and `fusion.rule` are one
     for item in items:
         key, equals, text = item.partition("=")
         values = _split(text)
         if not equals or not values:
             raise ConfigError(f"--vary '{item}': write it as key=value,value (for example fusion=nwa,ws).")
-        if key in axes:
+        field = f"{key}.{config.PRINCIPAL[key]}" if key in config.PRINCIPAL else key
+        if field in fields:
             raise ConfigError(f"--vary '{key}' is given twice; list all its values in one.")
+        fields.add(field)
         axes[key] = values
     return axes
 
@@ -75,12 +78,12 @@ def grid(base: Experiment, axes: Mapping[str, Sequence[Any]], seeds: int | Seque
             cells.append(
                 Cell(label, changes, experiment.seed, experiment, root / f"{_slug(label)}-seed{experiment.seed}")
             )
-    first: dict[Path, Cell] = {}
+    first: dict[str, Cell] = {}
     for cell in cells:
-        if (other := first.setdefault(cell.path, cell)) is not cell:
-            raise ConfigError(
-                f"--vary: '{other.label}' and '{cell.label}' would share {cell.path}; give each value once."
-            )
+        same = {str(cell.path): f"would share {cell.path}", config.dumps(cell.experiment): "are the same experiment"}
+        for key, what in same.items():
+            if (other := first.setdefault(key, cell)) is not cell:
+                raise ConfigError(f"--vary: '{other.label}' and '{cell.label}' {what}; give each value once.")
     return cells
 
 

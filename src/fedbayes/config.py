@@ -271,14 +271,16 @@ def _describe(kind: Any) -> str:
 # Each row: keys, what holds for a possible value, and the words for it.
 _RANGES: list[tuple[str, typing.Callable[[Any], bool], str]] = [
     ("rounds local.batch_size evaluation.every evaluation.samples evaluation.batch_size checkpoint_every "
-     "evaluation.bins objective.samples distill.batch_size partition.classes_per_client distill.swa_cycle "
+     "objective.samples distill.batch_size partition.classes_per_client distill.swa_cycle "
      "sonar.sample_rate sonar.sites sonar.recordings pretrain.patience", lambda v: v >= 1, "at least 1"),
     ("seed partition.clients data.limit data.test_limit partition.minimum partition.minor_examples local.epochs_max "
      "local.steps schedule.silent engine.lanes engine.workers distill.samples distill.epochs distill.swa_start pretrain.epochs "
      "model.width objective.kl_anneal local.momentum local.weight_decay local.clip_norm objective.l2 "
      "objective.proximal objective.kl_weight privacy.clip privacy.noise fusion.max_update participation.deadline "
      "fusion.server_momentum local.sigma_learning_rate sonar.low sonar.high transport.nodes transport.wait", lambda v: v >= 0, "0 or more"),
-    ("objective.prior_std model.sigma", lambda v: 1e-18 <= v <= 1e18, "between 1e-18 and 1e18 (float32 holds its square)"),
+    ("evaluation.bins", lambda v: 1 <= v <= 10_000, "between 1 and 10000"),
+    ("objective.prior_std", lambda v: 1e-15 <= v <= 1e15, "between 1e-15 and 1e15 (float32 holds its square)"),
+    ("model.sigma", lambda v: 1e-18 <= v <= 1e18, "between 1e-18 and 1e18 (float32 holds its square)"),
     ("local.learning_rate partition.alpha local.eps distill.learning_rate "
      "distill.dirichlet_alpha distill.sharpen fusion.server_learning_rate sonar.seconds schedule.decay schedule.factor",
      lambda v: v > 0, "greater than 0"),

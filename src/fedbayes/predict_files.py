@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import csv
 import json
 import sys
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +14,10 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
+from .data.arrays import as_labels, read_numpy
 from .errors import ConfigError, DataError
-from .predictor import Prediction, Predictor, load
+from .overrides import Parser
+from .predictor import Prediction, Predictor, interval, load
 
 INPUT_KEYS = ("inputs", "images", "x", "X", "x_test", "data")
 LABEL_KEYS = ("labels", "y", "y_test", "targets")
@@ -40,29 +40,22 @@ def read_inputs(path: str | Path, shape: tuple[int, ...]) -> Batch:
     if not path.exists():
         raise DataError(f"{path} is not there; give an .npz or .npy file, an image, or a folder of images.")
     if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix.lower() in PICTURES)
+        files = sorted(
+            f for f in path.rglob("*") if f.suffix.lower() in PICTURES and f.name[0] != "."
+        )  # macOS: ._a.png
         if not files:
             raise DataError(f"{path} holds no image ({', '.join(PICTURES[:4])} ...).")
         return Batch([str(f.relative_to(path)) for f in files], np.stack([read_image(f, shape) for f in files]))
-    if path.suffix == ".npz":
-        return _read_npz(path)
-    if path.suffix == ".npy":
-        try:
-            values = np.load(path)
-        except (ValueError, OSError, EOFError) as error:
-            raise DataError(f"{path} is no NumPy array ({error}).") from None
-        return Batch([str(i) for i in range(len(values))], values)
+    if path.suffix in (".npz", ".npy"):
+        return _read_arrays(path)
     if path.suffix.lower() in PICTURES:
         return Batch([path.name], read_image(path, shape)[None])
     raise DataError(f"{path}: a file named *{path.suffix} is not understood; .npz, .npy and images are.")
 
 
-def _read_npz(path: Path) -> Batch:
-    try:
-        with np.load(path) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is no .npz file ({error}).") from None
+def _read_arrays(path: Path) -> Batch:
+    found = read_numpy(path)
+    arrays = {"inputs": found} if isinstance(found, np.ndarray) else found
     key = next((k for k in INPUT_KEYS if k in arrays), None)
     others = [k for k in arrays if k not in LABEL_KEYS]
     if key is None and len(others) == 1:
@@ -72,8 +65,10 @@ def _read_npz(path: Path) -> Batch:
             f"{path} holds {', '.join(arrays) or 'nothing'}; the inputs must be called 'inputs' or 'images'."
         )
     values = arrays[key]
+    if values.ndim == 0:
+        raise DataError(f"{path}: '{key}' is a single value, not an array of inputs.")
     labels = next((arrays[k] for k in LABEL_KEYS if k in arrays), None)
-    if labels is not None and labels.shape != values.shape[:1]:
+    if labels is not None and labels.shape[:1] != values.shape[:1]:
         raise DataError(
             f"{path}: {len(values)} inputs and labels of shape {labels.shape}; one label per input is needed."
         )
@@ -92,6 +87,8 @@ def read_image(file: Path, shape: tuple[int, ...]) -> np.ndarray:
         raise DataError(f"the network takes inputs of shape {shape}, not images; give them as an .npz file.")
     try:
         with Image.open(file) as image:
+            if image.mode.startswith(("I", "F")):  # Pillow clips them at 255
+                raise DataError(f"{file} is a 16-bit or float image; save it with 8 bits.")
             pixels = np.asarray(image.convert("L" if shape[0] == 1 else "RGB"))
     except (UnidentifiedImageError, OSError) as error:
         raise DataError(f"{file} is no image that can be read ({error}).") from None
@@ -105,19 +102,28 @@ def read_image(file: Path, shape: tuple[int, ...]) -> np.ndarray:
 def rows(batch: Batch, found: Prediction, rejected: torch.Tensor | None) -> Iterator[dict[str, Any]]:
     """Yield one dictionary per input: its name, class, uncertainties, whether it is for a human, probabilities."""
     values = {name: getattr(found, name).tolist() for name in VALUES}
+    codes = class_numbers(batch.labels, found.classes)
     for i, (name, answer, p) in enumerate(zip(batch.names, found.names, found.probabilities.tolist())):
         row: dict[str, Any] = {"input": name, "class": answer} | {k: v[i] for k, v in values.items()}
         if rejected is not None:
             row["reject"] = bool(rejected[i])
         if batch.labels is not None:
-            row["label"] = _label_name(batch.labels[i], found.classes)
+            row["label"] = found.classes[codes[i]] if codes[i] >= 0 else str(batch.labels[i])
         yield row | {"probabilities": dict(zip(found.classes, p))}
 
 
-def _label_name(label: Any, classes: Sequence[str]) -> str:
-    return (
-        classes[int(label)] if np.issubdtype(type(label), np.integer) and 0 <= int(label) < len(classes) else str(label)
-    )
+def class_numbers(labels: np.ndarray | None, classes: Sequence[str]) -> np.ndarray:
+    """Return the class of each label in any form that training accepts, -1 where it is none."""
+    if labels is None:
+        return np.empty(0, dtype=np.int64)
+    try:
+        y = as_labels(labels, "labels")
+    except DataError:  # fractions, say: the answers do not need them
+        return np.full(len(labels), -1)
+    if y.dtype.kind == "U":
+        number = {name: i for i, name in enumerate(classes)}
+        return np.array([number.get(name, -1) for name in y.tolist()])
+    return np.where((y >= 0) & (y < len(classes)), y, -1)
 
 
 def write_csv(table: Iterator[dict[str, Any]], out: TextIO) -> None:
@@ -149,7 +155,7 @@ def _text(value: Any) -> Any:
 
 def command(arguments: Sequence[str]) -> int:
     """Run ``fedbayes predict``; the answers go to standard output or ``--output``, remarks to standard error."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="fedbayes predict", allow_abbrev=False,
         description="Predict with a run's posterior and say how sure: class, probabilities, entropy, aleatoric and epistemic uncertainty per input.",
     )  # fmt: skip
@@ -177,10 +183,11 @@ def command(arguments: Sequence[str]) -> int:
     found = predictor(batch.values, o.samples, seed=o.seed)
     rejected = found.rejected(o.reject, o.by) if o.reject is not None else None
     chosen = o.format or ("jsonl" if str(o.output or "").endswith((".jsonl", ".json", ".ndjson")) else "csv")
+    said = list(remarks(predictor, batch, found, rejected, o.reject, o.by))  # may fail, so before anything is written
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(open(o.output, "w", newline="", encoding="utf-8")) if o.output else sys.stdout
         WRITERS[chosen](rows(batch, found, rejected), out)
-    for line in remarks(predictor, batch, found, rejected, o.reject, o.by):
+    for line in said:
         print(line, file=sys.stderr)
     return 0
 
@@ -189,21 +196,25 @@ def remarks(
     predictor: Predictor, batch: Batch, found: Prediction, rejected: torch.Tensor | None, share: float | None, by: str
 ) -> Iterator[str]:
     """Yield what is to be said beside the answers: how many are for a human, and the accuracy to expect on the rest."""
-    right = None
-    if batch.labels is not None and np.issubdtype(batch.labels.dtype, np.integer):
-        right = found.prediction == torch.as_tensor(batch.labels.astype(np.int64))
-        yield f"{len(found)} inputs, {float(right.double().mean()) * 100:.1f} % right by the file's own labels."
+    codes = torch.as_tensor(class_numbers(batch.labels, found.classes))
+    known = codes >= 0
+    right = found.prediction == codes if bool(known.any()) else None
+    if not bool(known.all()):
+        yield f"{int((~known).sum())} of {len(found)} labels are none of the run's classes and are left out."
+    if right is not None:
+        yield f"{len(found)} inputs, {float(right[known].double().mean()) * 100:.1f} % right by the file's own labels."
     if rejected is None or share is None:
         return
     yield f"{int(rejected.sum())} of {len(found)} inputs are marked for a human, the least sure by {by.replace('_', ' ')}."
-    if right is not None and not bool(rejected.all()):
-        yield f"On the rest {float(right[~rejected].double().mean()) * 100:.1f} % are right by the file's own labels."
+    if right is not None and bool((kept := known & ~rejected).any()):
+        yield f"On the rest {float(right[kept].double().mean()) * 100:.1f} % are right by the file's own labels."
     expected = predictor.expected_accuracy(share, by)
     if expected is None:
         yield "The run kept no validation set, so no accuracy to expect on the rest can be given."
     else:
-        accuracy, error, count = expected
+        accuracy, _, count = expected
+        low, high = interval(accuracy, count)
         yield (
-            f"Accuracy to expect on the rest: {accuracy * 100:.1f} % (± {196 * error:.1f} points; from {count} validation "
-            "examples, for inputs like those it was trained on)."
+            f"Accuracy to expect on the rest: {accuracy * 100:.1f} % (95 % interval {low * 100:.1f} to {high * 100:.1f}; "
+            f"from {count} validation examples, for inputs like those it was trained on)."
         )

@@ -7,15 +7,17 @@ shape and type of an input) and ``transform.safetensors`` (scale and shift of th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
@@ -23,11 +25,13 @@ from torch import Tensor, nn
 
 from . import config, uncertainty
 from .data import Dataset, Transform
-from .engine import predict
+from .data.arrays import as_float, read_npz
+from .engine import predict, resolve_device
 from .errors import ConfigError, DataError, FedBayesError, PosteriorError, RunError
 from .experiment import Experiment
 from .posterior import Posterior
 from .rundir import write_atomically
+from .uncertainty._checks import as_numbers
 
 CARD, TRANSFORM = "predictor.json", "transform.safetensors"
 
@@ -122,15 +126,20 @@ class Prediction:
 
         The nearest whole number of inputs is marked; of equally unsure ones the later are marked first.
         """
-        if not 0 <= share < 1:
-            raise ConfigError(f"the share to reject is {share:g}; it must be at least 0 and below 1.")
-        if by not in uncertainty.UNCERTAINTIES:
-            raise ConfigError(f"'{by}' is no uncertainty; valid are: {', '.join(uncertainty.UNCERTAINTIES)}.")
+        check_rejection(share, by)
         count = int(share * len(self) + 0.5)
-        order = torch.argsort(self._values[by], stable=True)
+        order = torch.argsort(uncertainty.ranking_scores(self._values)[by], stable=True)
         marked = torch.zeros(len(self), dtype=torch.bool)
         marked[order[len(self) - count :]] = True
         return marked
+
+
+def check_rejection(share: float, by: str) -> None:
+    """Refuse a share or an uncertainty by which no inputs can be set aside."""
+    if not isinstance(share, Real) or not 0 <= share < 1:
+        raise ConfigError(f"the share to reject is {share!r}; it must be a number of at least 0 and below 1.")
+    if by not in uncertainty.UNCERTAINTIES:
+        raise ConfigError(f"'{by}' is no uncertainty; valid are: {', '.join(uncertainty.UNCERTAINTIES)}.")
 
 
 class Predictor:
@@ -159,6 +168,9 @@ class Predictor:
         its leading axis. ``samples`` networks are drawn (default: as in the run's evaluation; always 1 for a
         deterministic network). The same seed gives the same answers.
         """
+        for name, value in (("samples", samples), ("batch_size", batch_size), ("seed", seed)):
+            if value is not None and not isinstance(value, Integral):
+                raise ConfigError(f"{name} is {value!r}; a whole number is needed.")
         raw = self.inputs(inputs)
         if self.experiment.model.kind == "deterministic":
             samples = 1
@@ -172,34 +184,40 @@ class Predictor:
 
     def inputs(self, inputs: Any) -> Tensor:
         """Return inputs as the network's stored form (N, *input_shape), or say why they cannot be."""
-        x = inputs if isinstance(inputs, Tensor) else torch.as_tensor(np.asarray(inputs))
-        x = _arranged(x, self.input_shape)
+        x = _arranged(as_numbers(inputs, "inputs", DataError), self.input_shape)
         if len(x) == 0:
             raise DataError("there are no inputs to predict for.")
-        if self.input_type == torch.uint8 and x.dtype != torch.uint8:
-            return _as_bytes(x)
-        if not x.is_floating_point():
-            return x.to(self.input_type)
-        if not bool(torch.isfinite(x).all()):
-            row = int((~torch.isfinite(x.flatten(1))).any(1).nonzero()[0])
-            raise DataError(f"input {row} holds NaN or infinity; fill in missing values as it was done for training.")
-        return x.to(self.input_type)
+        if self.input_type != torch.uint8 or x.is_complex():
+            return as_float(x, "inputs").to(self.input_type)
+        return x if x.dtype == torch.uint8 else _as_bytes(x)
 
     def expected_accuracy(self, reject: float = 0.0, by: str = "entropy") -> tuple[float, float, int] | None:
-        """Accuracy to expect on what is not rejected, its standard error, and the number of examples it is from.
+        """Accuracy to expect on what is not rejected, its standard error (Wilson's), and the number of examples it is from.
 
         Measured on the run's validation predictions with the same share set aside by the same uncertainty; None where the run had
         no validation set. For the model of the best round this is slightly rosy: that round was chosen on these data.
         """
+        check_rejection(reject, by)
         file = (self.folder or Path()) / "predictions-validation.npz"
         if self.folder is None or not file.exists():
             return None
-        with np.load(file) as stored:
+        with _reading(file):
+            stored = read_npz(file)
             p, labels = torch.as_tensor(stored["probabilities"]), torch.as_tensor(stored["labels"])
-        values = uncertainty.per_example(p)
-        accuracy = uncertainty.accuracy_at(values[by], values["prediction"] == labels, 1 - reject)
+            values = uncertainty.per_example(p)
+        scores = uncertainty.ranking_scores(values)[by]
+        accuracy = uncertainty.accuracy_at(scores, values["prediction"] == labels, 1 - reject)
         kept = max(1, round((1 - reject) * len(labels)))
-        return accuracy, (accuracy * (1 - accuracy) / kept) ** 0.5, kept
+        low, high = interval(accuracy, kept, 1)
+        return accuracy, (high - low) / 2, kept
+
+
+def interval(share: float, count: int, deviations: float = 1.96) -> tuple[float, float]:
+    """Wilson's score interval of a share of ``count`` examples (1927): unlike the plain one, all right is no certainty."""
+    spread = deviations**2 / count
+    middle = (share + spread / 2) / (1 + spread)
+    half = (share * (1 - share) * spread + spread**2 / 4) ** 0.5 / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def load(
@@ -213,6 +231,7 @@ def load(
     folder = Path(run)
     if model not in ("best", "final"):
         raise ConfigError(f"model is '{model}'; valid are best and final.")
+    resolve_device(device)
     if not (folder / CARD).exists():
         what = (
             "is not there"
@@ -220,17 +239,43 @@ def load(
             else f"has no {CARD}: it is no run directory, or its run never started"
         )
         raise RunError(f"{folder} {what}; name a directory that fedbayes run has written.")
-    card = json.loads((folder / CARD).read_text(encoding="utf-8"))
+    with _reading(folder / CARD):
+        card = json.loads((folder / CARD).read_text(encoding="utf-8"))
+        missing = {"classes", "input_shape", "input_type"} - card.keys()
+        if missing:
+            raise RunError(f"{folder / CARD} lacks '{min(missing)}'")
     file = folder / f"{model}.safetensors"
     if not file.exists():
         raise RunError(f"{folder} has no {file.name} yet: the run has not come to its end; continue it with --resume.")
-    experiment = config.read(folder / "config.toml")
+    experiment = _experiment(folder / "config.toml")
     posterior = Posterior.load(file)
-    with safe_open(str(folder / TRANSFORM), framework="pt") as f:
+    with _reading(folder / TRANSFORM), safe_open(str(folder / TRANSFORM), framework="pt") as f:
         transform = Transform(f.get_tensor("scale"), f.get_tensor("shift"))
     return Predictor(
         experiment, posterior, _network(experiment, posterior, card, network), transform, card, device, folder
     )
+
+
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Name the file of a run directory that cannot be read; a damaged one fails wherever its reader stumbles."""
+    try:
+        yield
+    except Exception as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise RunError(
+            f"{file} is missing or damaged ({why}); copy the run directory again, or repeat the run."
+        ) from None
+
+
+def _experiment(file: Path) -> Experiment:
+    """Read the run's configuration. It was written whole: what a cut one lacks must not become the default."""
+    with _reading(file):
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        lacking = [s for s in config.sections() if s not in table]
+        if lacking:
+            raise RunError(f"it has no section [{lacking[0]}]")
+    return config.read(file)
 
 
 def _network(experiment: Experiment, posterior: Posterior, card: dict[str, Any], given: nn.Module | None) -> nn.Module:
@@ -238,22 +283,17 @@ def _network(experiment: Experiment, posterior: Posterior, card: dict[str, Any],
     from .nn import load_posterior
     from .setup import build_network
 
+    hint = f"The run was trained with {card.get('network', 'a network of its own')}: give it with fedbayes.load(run, network=...)."
+    if given is None and experiment.model.name.startswith("python:"):
+        raise FedBayesError(hint)
     try:
         built = (
             given if given is not None else build_network(experiment, len(card["classes"]), tuple(card["input_shape"]))
         )
         return load_posterior(built, _without_moments(posterior, built))
     except (PosteriorError, ConfigError) as error:
-        hint = (
-            ""
-            if given is not None
-            else (
-                f" The run was trained with {card.get('network', 'a network of its own')}: give it with fedbayes.load(run, network=...)."
-            )
-        )
-        raise FedBayesError(
-            f"the posterior does not fit the network '{experiment.model.name}': {error}{hint}"
-        ) from None
+        words = f"the posterior does not fit the network '{experiment.model.name}': {error}"
+        raise FedBayesError(words if given is not None else f"{words} {hint}") from None
 
 
 def _without_moments(posterior: Posterior, network: nn.Module) -> Posterior:
@@ -290,9 +330,10 @@ def _as_bytes(x: Tensor) -> Tensor:
     """Whole numbers 0..255 of another type are images all the same; anything else is refused, not guessed at."""
     x = x.to(torch.float64)
     if not bool(((x >= 0) & (x <= 255) & (x == x.round())).all()):
+        found = "between 0 and 1" if bool(((x >= 0) & (x <= 1)).all()) else "not whole numbers 0..255"
         raise DataError(
-            f"inputs are {'between 0 and 1' if float(x.max()) <= 1 else 'not whole numbers 0..255'}, but the network was "
-            "trained on 8-bit images (0..255) and scales them itself: give the raw images."
+            f"inputs are {found}, but the network was trained on 8-bit images (0..255) and scales them itself: give the "
+            "raw images."
         )
     if 0 < float(x.max()) <= 1:
         raise DataError("no input is above 1, but the network was trained on images of 0..255: give the raw images.")

@@ -11,6 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from fedbayes.data import Examples, from_arrays, load, load_inputs, match
+from fedbayes.data.arrays import read_numpy
 from fedbayes.data.embedded.heart import FEATURES, read_heart
 from fedbayes.data.loading import concatenate
 from fedbayes.errors import DataError
@@ -210,13 +211,66 @@ X, Y = np.zeros((6, 4)), np.array([0, 1, 2, 0, 1, 2])
         ({"inputs": X, "labels": Y, "test_inputs": X[:, :2], "test_labels": Y}, "must be alike"),
         ({"inputs": X, "labels": Y, "classes": np.array(["a", "b"])}, "run from 0 to 2, but 2 classes"),
         ({"inputs": X, "labels": Y, "site": np.zeros(3)}, "'site' has shape"),
-        ({"inputs": np.array([{}] * 6), "labels": Y}, "not an .npz file of plain arrays"),
+        ({"inputs": np.array([{}] * 6), "labels": Y}, "not an .npz or .npy file of plain arrays"),
+        ({"inputs": X, "labels": Y, "classes": np.array(["a", "a", "b"])}, "two classes are called 'a'"),
+        ({"inputs": X, "labels": Y, "classes": np.array("abc")}, "'classes' is a single value"),
+        ({"inputs": np.float32(1), "labels": Y}, "'inputs' is a single value"),
+        ({"inputs": X, "labels": np.array([b"a", b"\xff"] * 3)}, "labels: the names are bytes that are not UTF-8"),
+        ({"inputs": X + 1e300, "labels": Y}, "6 example.s. hold numbers beyond 3.4e38, float32's largest"),
+        ({"inputs": X * 1j, "labels": Y}, "complex numbers"),
+        ({"inputs": X.astype(str), "labels": Y}, "inputs are of type <U32"),
+        ({"inputs": X.astype("datetime64[s]"), "labels": Y}, "inputs are of type datetime64"),
+        ({"inputs": np.zeros(6, [("a", "f4")]), "labels": Y}, "inputs are of type .*'a'"),
     ],
 )
 def test_own_arrays_that_do_not_fit(tmp_path, arrays, sentence):
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(DataError, match=sentence):
         load(Data(name=str(tmp_path / "a.npz")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"inputs": None}, "inputs are of type NoneType"),
+        ({"inputs": [[1.0, 2.0], [3.0]]}, "inputs are of type list"),
+        ({"inputs": np.array([["a", None]] * 6, object)}, "inputs are of type object"),
+        ({"labels": [[1], [1, 2]]}, "not one label per example"),
+        ({"classes": 5}, "classes is 5; give a list of names"),
+        ({"classes": "abc"}, "classes is 'abc'; give a list of names"),
+        ({"columns": [1]}, "columns are of type list; give a dictionary"),
+        ({"columns": {"site": 3}}, "column 'site' 1"),
+    ],
+)
+def test_arguments_that_are_no_arrays(arguments, sentence):
+    with pytest.raises(DataError, match=sentence):
+        from_arrays(**{"inputs": X, "labels": Y, "test_inputs": X, "test_labels": Y} | arguments)
+
+
+def test_damaged_and_misnamed_files(tmp_path):
+    """One byte flipped anywhere in a file is an error of one sentence, or is in no byte that counts."""
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, inputs=np.arange(600.0).reshape(60, 10), labels=np.arange(60) % 3)
+    whole, said = path.read_bytes(), []
+    for place in range(30, len(whole), 31):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x5A]) + whole[place + 1 :])
+        try:
+            read_numpy(path)
+        except DataError as error:
+            said.append(str(error))
+    assert len(said) > 10
+    assert all(str(path) in words and "\n" not in words for words in said)
+    np.save(tmp_path / "b.npy", X)
+    (tmp_path / "b.npy").rename(path)
+    with pytest.raises(DataError, match="holds one array without a name"):
+        load(Data(name=str(path)))
+
+
+@pytest.mark.parametrize("kind", [">f4", ">i2", "longdouble", "reversed"])
+def test_inputs_of_every_kind_of_numpy(kind):
+    values = np.arange(24).reshape(6, 4)
+    given = values[::-1].copy()[::-1] if kind == "reversed" else values.astype(kind)
+    assert from_arrays(given, Y, given, Y).train.inputs.tolist() == values.tolist()
 
 
 @pytest.mark.parametrize(
@@ -227,6 +281,8 @@ def test_own_arrays_that_do_not_fit(tmp_path, arrays, sentence):
         (Y.astype(np.float64), ("0", "1", "2")),
         (np.array([b"a", b"b", b"c", b"a", b"b", b"c"]), ("a", "b", "c")),
         (torch.tensor(Y), ("0", "1", "2")),
+        (torch.tensor(Y, dtype=torch.bfloat16), ("0", "1", "2")),
+        (torch.tensor(Y, dtype=torch.float32, requires_grad=True), ("0", "1", "2")),
     ],
 )
 def test_labels_in_every_usual_form(labels, classes):

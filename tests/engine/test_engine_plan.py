@@ -64,6 +64,13 @@ def test_nothing_to_do_is_refused():
         batches(4, epochs=0)
 
 
+@pytest.mark.parametrize("size", [100_000, 99999999999999999999])
+def test_batches_far_beyond_a_client_are_refused_before_memory_is_asked_for(size: int):
+    with pytest.raises(ConfigError, match=f"local.batch_size is {size}, but a client holds 18 examples"):
+        batches(18, size)
+    assert batches(18, 1 << 16).real.sum() == 18
+
+
 jobs = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
 

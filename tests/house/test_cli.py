@@ -82,7 +82,12 @@ def test_central_training_is_one_client(tmp_path):
         (["data", "lst"], "fetch"),
         (["demo", "--rounds", "0"], "at least 1"),
         (["compare", "digits", "--seeds", "two"], "--seeds"),
+        (["reproduce", "ozer-figure-1", "--seeds", "0"], "--seeds must be at least 1"),
+        (["reproduce", "ozer-figure-1", "--only", "x"], "drawn without runs"),
         (["compare", "digits", "--vary", "fusion=nwa,nwa"], "give each value once"),
+        (["compare", "digits", "--vary", "partition.alpha=1,1.0"], "are the same experiment; give each value once"),
+        (["compare", "digits", "--vary", "fusion=nwa", "--vary", "fusion.rule=ws"], "'fusion.rule' is given twice"),
+        (["predict", "run", "--input", "in.npz", "--reject", "x"], "predict: argument --reject"),
         (["compare", "digits", "--vary", "seed=1,2", "--seeds", "2"], "use one of them"),
         (["run", "digits", "--out", "/dev/null/run", "--rounds", "1"], "/dev/null/run cannot be written"),
         (["run", "digits", "--pretrain.fraction", "0.1", "--data.validation", "0"], "data.validation"),
@@ -109,6 +114,21 @@ def test_a_name_that_a_file_gets_wrong_is_said_with_the_file(tmp_path, capsys):
     error = capsys.readouterr().err
     assert f"'{tmp_path / 'mine.toml'}': 'partition.scheme': there is no partition scheme 'dirichlett'" in error
     assert "did you mean 'dirichlet'?" in error
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("run", "--resume"), ("reproduce", "repeat the command"), ("compare", "repeat the command"), ("demo", "rupted.")],
+)
+def test_an_interrupted_command_says_how_it_goes_on(command, words, monkeypatch, capsys):
+    def stop(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, command, stop)
+    assert cli.main([command]) == 130
+    error = capsys.readouterr().err
+    assert words in error
+    assert ("--resume" in error) == (command == "run")
 
 
 def test_overrides_may_stand_before_the_experiment():

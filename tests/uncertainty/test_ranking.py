@@ -125,6 +125,28 @@ def test_summary_ranks_with_each_uncertainty():
     assert out["entropy"] == pytest.approx(float(far.mean()))
 
 
+@pytest.mark.parametrize("votes", [True, False])
+def test_no_number_depends_on_the_order_of_examples_or_samples(votes):
+    """Even votes are exactly as unsure in whatever order they are summed; ordinary float32 rows rank as before."""
+    g = torch.Generator().manual_seed(0)
+    p = torch.softmax(torch.randn(25, 333, 10, generator=g), -1)
+    p = torch.eye(10)[torch.randint(10, (25, 333), generator=g)] if votes else p
+    y = torch.randint(10, (333,), generator=g)
+    found, scores = u.summarize(p, y), u.ranking_scores(u.per_example(p))
+    for _ in range(3):
+        examples, samples = torch.randperm(333, generator=g), torch.randperm(25, generator=g)
+        assert u.summarize(p[:, examples], y[examples]) == pytest.approx(found, rel=1e-12)
+        assert u.summarize(p[samples], y) == pytest.approx(found, rel=1e-12)
+        for name, again in u.ranking_scores(u.per_example(p[samples])).items():
+            assert len(again.unique()) == len(scores[name].unique())
+
+
+def test_small_differences_still_rank():
+    """A collapsed posterior's spreads (Loomis: 1e-11) are told apart, and so is what one float32 step makes."""
+    spread = torch.tensor([1e-11, 1.001e-11, 1e-20], dtype=torch.float64)
+    assert len(u.ranking_scores(dict.fromkeys(u.UNCERTAINTIES, spread))["epistemic"].unique()) == 3
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_all_right_or_all_wrong_has_no_answer(wrong):
     p = torch.softmax(torch.randn(2, 20, 3, generator=torch.Generator().manual_seed(0)), -1)

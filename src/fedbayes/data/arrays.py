@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ..errors import DataError, nearest
 from ..seeds import numpy_rng
+from ..uncertainty._checks import as_numbers
 from .examples import Dataset, Examples
 from .sources import Request, register_source
 from .splits import group_of, stratified_order
@@ -83,19 +83,14 @@ def _with_test_part(everything: Examples, classes: tuple[str, ...], name: str) -
 
 def as_inputs(array: Array, what: str) -> Tensor:
     """Bring inputs to the house's form: uint8 images (N, C, H, W), or float32 with channels (or features) second."""
-    x = torch.as_tensor(array.copy() if isinstance(array, np.ndarray) and not array.flags.writeable else array)
+    x = as_numbers(array, what, DataError)
     if x.ndim < 2 or x.ndim > 4 or 0 in x.shape[1:]:
         raise DataError(
             f"{what}: shape {tuple(x.shape)} is not one of (N, features), (N, channels, samples), (N, H, W), "
             "(N, C, H, W), (N, H, W, C)."
         )
-    if x.is_complex():
-        raise DataError(f"{what}: complex numbers; give magnitudes, or real and imaginary parts as channels.")
     if x.dtype != torch.uint8 or x.ndim == 2:
-        x = x.float()
-        bad = torch.nonzero(~torch.isfinite(x).flatten(1).all(1)).flatten()
-        if len(bad):
-            raise DataError(f"{what}: {len(bad)} example(s) hold NaN or infinity, the first at position {int(bad[0])}.")
+        x = as_float(x, what)
     if x.ndim == 4 and x.shape[1] > 4 >= x.shape[3]:
         x = x.permute(0, 3, 1, 2)
     if x.ndim == 3 and (x.dtype == torch.uint8 or x.shape[1] > 4):
@@ -103,10 +98,29 @@ def as_inputs(array: Array, what: str) -> Tensor:
     return x.contiguous()
 
 
+def as_float(x: Tensor, what: str) -> Tensor:
+    """Return inputs as float32, or say which of them are no real numbers of its range."""
+    if x.is_complex():
+        raise DataError(f"{what}: complex numbers; give magnitudes, or real and imaginary parts as channels.")
+    single = x.float()
+    bad = torch.nonzero(~torch.isfinite(single).flatten(1).all(1)).flatten()
+    if len(bad):
+        first = int(bad[0])
+        words = "numbers beyond 3.4e38, float32's largest" if bool(x[first].isfinite().all()) else "NaN or infinity"
+        raise DataError(f"{what}: {len(bad)} example(s) hold {words}, the first at position {first}.")
+    return single
+
+
 def as_labels(array: Array, what: str) -> np.ndarray:
     """Return one label per example: whole numbers or names; one-hot rows become numbers."""
-    y = np.asarray(array.cpu() if isinstance(array, Tensor) else array)
-    if y.ndim == 2 and y.shape[1] > 1 and np.isin(y, (0, 1)).all() and (y.sum(1) == 1).all():
+    if isinstance(array, Tensor):
+        array = array.detach().cpu()
+        array = array.float() if array.dtype == torch.bfloat16 else array  # NumPy has no bfloat16
+    try:
+        y = as_text(np.asarray(array), what)
+    except ValueError:
+        raise DataError(f"{what}: a nested list of unequal rows is not one label per example.") from None
+    if y.ndim == 2 and y.shape[1] > 1 and y.dtype.kind in "biuf" and np.isin(y, (0, 1)).all() and (y.sum(1) == 1).all():
         y = y.argmax(1)
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
@@ -116,14 +130,22 @@ def as_labels(array: Array, what: str) -> np.ndarray:
         if not (np.isfinite(y).all() and (y == np.round(y)).all()):
             raise DataError(f"{what}: classes must be whole numbers or names, not fractions.")
         y = y.astype(np.int64)
-    if y.dtype.kind not in "iubUS":
+    if y.dtype.kind not in "iubU":
         raise DataError(f"{what}: {y.dtype} cannot be class labels; give whole numbers or names.")
-    return y.astype(str) if y.dtype.kind in "US" else y.astype(np.int64)
+    return y if y.dtype.kind == "U" else y.astype(np.int64)
+
+
+def as_text(names: np.ndarray, what: str) -> np.ndarray:
+    """Return an array with names that are bytes decoded."""
+    try:
+        return np.char.decode(names, "utf-8") if names.dtype.kind == "S" else names
+    except UnicodeDecodeError:
+        raise DataError(f"{what}: the names are bytes that are not UTF-8; give them as text.") from None
 
 
 def _classes(parts: list[np.ndarray], given: Sequence[str] | None, name: str) -> tuple[list[Tensor], tuple[str, ...]]:
     """Number the classes 0, 1, ... and name them."""
-    if len({part.dtype.kind in "US" for part in parts}) > 1:
+    if len({part.dtype.kind == "U" for part in parts}) > 1:
         raise DataError(f"{name}: training labels and test labels are not of one kind (numbers or names).")
     values = np.unique(np.concatenate(parts))
     if given is None and values.dtype.kind == "U":
@@ -135,8 +157,12 @@ def _classes(parts: list[np.ndarray], given: Sequence[str] | None, name: str) ->
     if given is None:
         # Numbers are kept as they are, never closed up: the owners of a federation may each lack another class.
         given = [str(c) for c in range(_count(values, name))]
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise DataError(f"{name}: classes is {given!r}; give a list of names.")
     names = tuple(str(c) for c in given)
-    if values.dtype.kind in "US":
+    if twice := next((c for i, c in enumerate(names) if c in names[:i]), None):
+        raise DataError(f"{name}: two classes are called '{twice}'; each needs a name of its own.")
+    if values.dtype.kind == "U":
         unknown = [v for v in values if v not in names]
         if unknown:
             raise DataError(
@@ -160,14 +186,27 @@ def _count(values: np.ndarray, name: str) -> int:
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """Read an ``.npz`` file's arrays; pickled objects are refused, since they could run code."""
+    """Read an ``.npz`` file's arrays by name."""
+    found = read_numpy(path)
+    if isinstance(found, np.ndarray):
+        raise DataError(f"{path} holds one array without a name; numpy.savez(..., inputs=..., labels=...) names them.")
+    return found
+
+
+def read_numpy(path: Path) -> np.ndarray | dict[str, np.ndarray]:
+    """Read the array of an ``.npy`` file or those of an ``.npz`` file, whatever it is called.
+
+    Pickled objects are refused, since they could run code.
+    """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            return {key: file[key] for key in file.files}
+        with open(path, "rb") as file:
+            found = np.load(file, allow_pickle=False)
+            return found if isinstance(found, np.ndarray) else {key: np.asarray(found[key]) for key in found.files}
     except FileNotFoundError:
         raise DataError(f"{path}: no such file.") from None
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, AttributeError) as error:
-        raise DataError(f"{path} is not an .npz file of plain arrays ({error}).") from None
+    except Exception as error:  # a damaged file fails wherever its reader stumbles: zlib, tokenize, memory, ...
+        why = " ".join(str(error).split())
+        raise DataError(f"{path} is not an .npz or .npy file of plain arrays ({why}).") from None
 
 
 def _find(arrays: dict[str, np.ndarray], role: str, path: Path) -> np.ndarray | None:
@@ -175,7 +214,10 @@ def _find(arrays: dict[str, np.ndarray], role: str, path: Path) -> np.ndarray | 
     names = [key for key in arrays if key.lower() in KEYS[role]]
     if len(names) > 1:
         raise DataError(f"{path}: both '{names[0]}' and '{names[1]}' could be the {role}; keep one.")
-    return arrays.pop(names[0]) if names else None
+    found = arrays.pop(names[0]) if names else None
+    if found is not None and found.ndim == 0:
+        raise DataError(f"{path}: '{names[0]}' is a single value, not an array.")
+    return found
 
 
 @register_source("npz", summary="your own arrays, by the path of an .npz file")
@@ -209,7 +251,7 @@ def npz(request: Request) -> Dataset:
         labels,
         found["test_inputs"],
         found["test_labels"],
-        classes=None if classes is None else [c.decode() if isinstance(c, bytes) else str(c) for c in classes],
+        classes=None if classes is None else as_text(classes, f"{path}: classes").tolist(),
         columns=columns,
         test_columns=test_columns,
         name=path.stem,

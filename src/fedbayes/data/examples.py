@@ -31,7 +31,9 @@ class Examples:
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "columns", {name: np.asarray(values) for name, values in self.columns.items()})
+        if not isinstance(self.columns, Mapping):
+            raise DataError(f"columns are of type {type(self.columns).__name__}; give a dictionary of arrays by name.")
+        object.__setattr__(self, "columns", {name: np.atleast_1d(values) for name, values in self.columns.items()})
         lengths = {"inputs": len(self.inputs), "labels": len(self.labels)}
         lengths |= {f"column '{name}'": len(values) for name, values in self.columns.items()}
         if len(set(lengths.values())) > 1:

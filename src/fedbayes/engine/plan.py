@@ -37,13 +37,27 @@ class Batches:
         return len(self.indices)
 
 
+MOST_PADDING = 100
+"""How many times larger than a client a batch may be; sizes up to ``ORDINARY`` are never refused."""
+
+ORDINARY = 1 << 16
+
+
 def batches_per_epoch(examples: int, batch_size: int) -> int:
     """Return how many batches hold ``examples``; the last may be short."""
     return -(-examples // batch_size)
 
 
 def count_steps(examples: int, batch_size: int, epochs: int, steps: int) -> int:
-    """Return the optimiser steps of a client's round: ``steps`` where positive, else whole epochs."""
+    """Return the optimiser steps of a client's round: ``steps`` where positive, else whole epochs.
+
+    Every batch is completed to its size, lest results depend on who else trains: what that would waste is refused.
+    """
+    if batch_size > max(ORDINARY, MOST_PADDING * examples):
+        raise ConfigError(
+            f"local.batch_size is {batch_size}, but a client holds {examples} examples and every batch is completed to "
+            "that size; for full batches give the number of the largest client's examples."
+        )
     return steps if steps > 0 else epochs * batches_per_epoch(examples, batch_size)
 
 

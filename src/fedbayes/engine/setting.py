@@ -31,8 +31,11 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"engine.device '{name}' is not a device; valid are cpu, cuda, cuda:1 or auto.") from None
+        known = device.type in ("cpu", "cuda")
+    except (RuntimeError, TypeError):
+        device, known = torch.device("cpu"), False
+    if not known:
+        raise ConfigError(f"engine.device '{name}' is not a device; valid are cpu, cuda, cuda:1 or auto.")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:

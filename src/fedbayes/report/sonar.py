@@ -73,7 +73,11 @@ def queue(run: Run) -> str | None:
 def _is_sonar(run: Run) -> bool:
     name = str(run.setting("data.name", ""))
     path = Path(name).expanduser()
-    return name in ("sonar-synthetic", "deepship", "shipsear", "watkins") or path.is_dir() or path.suffix.lower() in (".csv", ".tsv")
+    return (
+        name in ("sonar-synthetic", "deepship", "shipsear", "watkins")
+        or path.is_dir()
+        or path.suffix.lower() in (".csv", ".tsv")
+    )
 
 
 def _pool(predictions: Predictions, examples: Examples, experiment: Experiment, labelled: bool = True) -> Pooled:

@@ -7,7 +7,15 @@ treats ties as ties, and gives a deterministic network (M = 1) the same tables w
 
 from ._checks import UncertaintyError
 from .calibration import ReliabilityTable, ece, ece_classwise, reliability_table, tabulate
-from .predictive import UNCERTAINTIES, covariances, entropy, per_example, predictive_mean, predictive_variance
+from .predictive import (
+    UNCERTAINTIES,
+    covariances,
+    entropy,
+    per_example,
+    predictive_mean,
+    predictive_variance,
+    ranking_scores,
+)
 from .ranking import Curve, accuracy_at, auroc, detection, retained_area, retained_curve, risk_coverage, roc_curve
 from .spread import overall_reliability, reliability_index, sigma_by_layer, signal_to_noise
 from .summary import summarize, summarize_outliers
@@ -28,6 +36,7 @@ __all__ = [
     "per_example",
     "predictive_mean",
     "predictive_variance",
+    "ranking_scores",
     "reliability_index",
     "reliability_table",
     "retained_area",

@@ -29,25 +29,27 @@ def working_type(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def as_numbers(values: Any, what: str) -> Tensor:
-    """Return the tensor behind a tensor, array or nested list, or say that there is none."""
+def as_numbers(values: Any, what: str, error: type[FedBayesError] = UncertaintyError) -> Tensor:
+    """Return the tensor behind a tensor, array or nested list, without its graph, or say that there is none."""
+    if isinstance(values, Tensor):
+        return values.detach()
+    kind = type(values).__name__
     try:
-        if isinstance(
-            values, np.ndarray
-        ):  # what NumPy may do and torch may not: foreign byte order, reversed, read-only
-            values = values.astype(values.dtype.newbyteorder("="), copy=False)
-            if not values.flags.writeable or any(stride < 0 for stride in values.strides):
-                values = values.copy()
-        return torch.as_tensor(values)
+        array = np.asarray(values)
+        kind = f"{array.dtype} (NumPy)" if isinstance(values, np.ndarray) else kind
+        # what NumPy may do and torch may not: long doubles, foreign byte order, reversed, read-only
+        own = np.float64 if array.dtype.char == "g" else array.dtype.newbyteorder("=")
+        array = array.astype(own, copy=False)
+        if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+            array = array.copy()
+        return torch.as_tensor(array)
     except (TypeError, ValueError, RuntimeError):
-        raise UncertaintyError(
-            f"{what} are of type {type(values).__name__}, not a tensor or an array of numbers."
-        ) from None
+        raise error(f"{what} are of type {kind}, not a tensor or an array of numbers.") from None
 
 
 def as_probabilities(probabilities: Any) -> Tensor:
     """Return the tensor (M, N, C) behind ``probabilities`` (tensor or array), or say what is wrong with its shape."""
-    p = as_numbers(probabilities, "probabilities").detach()
+    p = as_numbers(probabilities, "probabilities")
     if p.ndim != 3:
         raise UncertaintyError(
             f"probabilities have shape {tuple(p.shape)}; (samples, examples, classes) is needed"

@@ -96,8 +96,12 @@ def first_argmax(rows: Tensor) -> Tensor:
 
 
 def ranking_scores(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The entries of ``per_example`` by which inputs are ranked from sure to unsure, in the usual order."""
-    return {name: values[name] for name in UNCERTAINTIES}
+    """The entries of ``per_example`` by which inputs are ranked from sure to unsure, in the usual order.
+
+    Rounded to single precision, which is that of a network's probabilities: what differs by the rounding of float64 (even
+    votes summed in another order) then ties, whatever its size, and no difference that a float32 could show is lost.
+    """
+    return {name: values[name].float().to(values[name].dtype) for name in UNCERTAINTIES}
 
 
 def _load(p: Tensor, s: slice) -> Tensor:

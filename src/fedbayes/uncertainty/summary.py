@@ -42,7 +42,7 @@ def summarize(probabilities: Any, labels: Any, bins: int = 15) -> dict[str, floa
         "confidence": v["confidence"].mean(),
     }
     table |= {name: v[name].mean() for name in AVERAGED}
-    ranked = _sorted(torch.stack([v[name] for name in UNCERTAINTIES]), ~correct)
+    ranked = _sorted(torch.stack(list(ranking_scores(v).values())), ~correct)
     kept = 1 - retained_of(ranked).mean(-1)  # the curve of the errors, so 1 minus it is the accuracy
     for name, auroc, fpr95, area in zip(UNCERTAINTIES, auroc_of(ranked), fpr95_of(ranked), kept):
         table |= {f"auroc_error_{name}": auroc, f"fpr95_error_{name}": fpr95, f"retained_{name}": area}
@@ -61,10 +61,11 @@ def summarize_outliers(probabilities: Any, probabilities_out: Any) -> dict[str, 
             f"the known inputs have {p.shape[2]} classes and the outliers {out.shape[2]}; both need the same network."
         )
     known, outliers = per_example(p), per_example(out)
+    inside, outside = ranking_scores(known), ranking_scores(outliers)
     names = (*AVERAGED, "confidence")
     table: dict[str, float] = dict(zip(names, torch.stack([outliers[name].mean() for name in names]).tolist()))
-    for name, scores in ranking_scores(outliers).items():
-        found = detection(known[name], scores)
+    for name, scores in outside.items():
+        found = detection(inside[name], scores)
         table |= {f"{key}_{name}": found[key] for key in ("auroc", "fpr95", "aupr")}
     return table
 
