@@ -128,13 +128,13 @@ def test_kl_against_the_integrated_densities():
 
 
 def test_a_weighting_of_ones_own_is_found_by_module(tmp_path, monkeypatch):
-    (tmp_path / "my_weights.py").write_text(
+    (tmp_path / "my_trust.py").write_text(
         "from fedbayes.fusion import Weighting, register_weighting\n"
         "by = lambda sizes, posteriors, previous: {c: 1.0 + c for c in sizes if c != 9}\n"
         "register_weighting(Weighting('test-trusted', (), 'table', 'mine', 'known trust', False, False, by))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    own = get_weighting("my_weights:test-trusted")
+    own = get_weighting("my_trust:test-trusted")
     assert client_weights(own, {1: 5, 3: 5}) == {1: pytest.approx(1 / 3), 3: pytest.approx(2 / 3)}
     with pytest.raises(ConfigError, match="'test-trusted' gave client 9 no weight"):
         client_weights(own, SIZES)

@@ -31,8 +31,9 @@ class Predictions:
 
     @cached_property
     def per_example(self) -> dict[str, np.ndarray]:
-        """What ``uncertainty.per_example`` gives, as arrays, and ``correct``."""
+        """What ``uncertainty.per_example`` gives, as arrays, and ``correct``; uncertainties as they are ranked."""
         values = uncertainty.per_example(torch.as_tensor(self.probabilities))
+        values |= uncertainty.ranking_scores(values)
         out = {name: value.cpu().numpy() for name, value in values.items()}
         return out | {"correct": out["prediction"] == self.labels}
 
