@@ -326,6 +326,7 @@ def write_report(*paths: Path, out: Path | None = None) -> Path | None:
         from .report import write
 
         return write(list(paths), out)
-    except (ImportError, FedBayesError) as error:
-        print(f"report.html was not written: {error}")
+    except Exception as error:  # a mistake in a picture must not look like a failed run
+        why = error if isinstance(error, (ImportError, FedBayesError)) else repr(error)
+        print(f"report.html was not written: {why}")
         return None

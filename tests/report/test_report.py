@@ -442,6 +442,18 @@ def test_partition_figure(tmp_path, ending):
         report.partition_figure(counts, ["a", "b", "c"], ["one", "two"], tmp_path / "p.html")
 
 
+def test_nodes_with_data_of_their_own_tell_no_classes(tmp_path):
+    run = make_run(tmp_path / "run")
+    held = json.loads((run / "partition.json").read_text())
+    for client in held["clients"]:
+        client["counts"] = []
+    (run / "partition.json").write_text(json.dumps(held))
+    page = report.write([run]).read_text()
+    assert "of which classes was not told" in page
+    rows = (run / "figures" / "partition.csv").read_text().splitlines()
+    assert rows[1].endswith(f",all,{held['clients'][0]['examples']}")
+
+
 def test_pages_repeat(tmp_path):
     """The same run gives the same page, byte for byte."""
     path = make_run(tmp_path / "run", rounds=1, predictions=False)

@@ -88,11 +88,21 @@ def partition(run: Run) -> Picture | None:
     clients = record["clients"]
     counts = np.asarray([c["counts"] for c in clients], float)
     names = [str(c.get("name") or f"client {c['id']}") for c in clients]
+    if not counts.size:  # nodes with data of their own tell how much they hold, not of what
+        sizes = np.asarray([[c["examples"]] for c in clients], float)
+        return partition_picture(
+            sizes, ["all"], names, "Training examples at each client; of which classes was not told;"
+        )
     return partition_picture(counts, run.classes or [str(i) for i in range(counts.shape[1])], names)
 
 
-def partition_picture(counts: np.ndarray, classes: Sequence[str], names: Sequence[str]) -> Picture:
-    """Picture of clients × classes from a table of counts."""
+def partition_picture(
+    counts: np.ndarray,
+    classes: Sequence[str],
+    names: Sequence[str],
+    what: str = "Training examples of each class at each client;",
+) -> Picture:
+    """Picture of clients × classes from a table of counts; ``what`` begins its caption."""
     counts = np.asarray(counts, float)
     share = np.sqrt(counts / max(counts.max(), 1))  # the eye judges area: small holdings stay visible
     height = min(9.0, max(3.0, 1.3 + 0.24 * len(names)))
@@ -117,7 +127,5 @@ def partition_picture(counts: np.ndarray, classes: Sequence[str], names: Sequenc
         axes.set(title="Who held what", xlabel="class")
     rows = [(n, c, int(counts[i, j])) for i, n in enumerate(names) for j, c in enumerate(classes)]
     spread = f"{sizes.min():,} to {sizes.max():,}" if sizes.min() != sizes.max() else f"{sizes.min():,}"
-    caption = (
-        f"Training examples of each class at each client; {len(names)} clients of {spread} examples (in brackets)."
-    )
+    caption = f"{what} {len(names)} clients of {spread} examples (in brackets)."
     return Picture("partition", "Who held what", caption, figure, ("client", "class", "examples"), rows, wide=True)
