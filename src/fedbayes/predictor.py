@@ -29,9 +29,9 @@ from .data.arrays import as_float, read_npz
 from .engine import predict, resolve_device
 from .errors import ConfigError, DataError, FedBayesError, PosteriorError, RunError
 from .experiment import Experiment
+from .numeric import as_numbers
 from .posterior import Posterior
 from .rundir import write_atomically
-from .uncertainty._checks import as_numbers
 
 CARD, TRANSFORM = "predictor.json", "transform.safetensors"
 

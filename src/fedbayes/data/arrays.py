@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, nearest
+from ..numeric import as_numbers
 from ..seeds import numpy_rng
-from ..uncertainty._checks import as_numbers
 from .examples import Dataset, Examples
 from .sources import Request, register_source
 from .splits import group_of, stratified_order

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from .. import numeric
 from ..errors import FedBayesError
 
 CHUNK_ELEMENTS = {"cpu": 1 << 17}
@@ -29,22 +29,9 @@ def working_type(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def as_numbers(values: Any, what: str, error: type[FedBayesError] = UncertaintyError) -> Tensor:
-    """Return the tensor behind a tensor, array or nested list, without its graph, or say that there is none."""
-    if isinstance(values, Tensor):
-        return values.detach()
-    kind = type(values).__name__
-    try:
-        array = np.asarray(values)
-        kind = f"{array.dtype} (NumPy)" if isinstance(values, np.ndarray) else kind
-        # what NumPy may do and torch may not: long doubles, foreign byte order, reversed, read-only
-        own = np.float64 if array.dtype.char == "g" else array.dtype.newbyteorder("=")
-        array = array.astype(own, copy=False)
-        if not array.flags.writeable or any(stride < 0 for stride in array.strides):
-            array = array.copy()
-        return torch.as_tensor(array)
-    except (TypeError, ValueError, RuntimeError):
-        raise error(f"{what} are of type {kind}, not a tensor or an array of numbers.") from None
+def as_numbers(values: Any, what: str) -> Tensor:
+    """Return the tensor behind a tensor, array or nested list, or say that there is none."""
+    return numeric.as_numbers(values, what, UncertaintyError)
 
 
 def as_probabilities(probabilities: Any) -> Tensor:
