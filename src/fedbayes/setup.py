@@ -32,6 +32,7 @@ from .data import (
 )  # fmt: skip
 from .data.partition import SCHEMES
 from .engine import resolve_device
+from .engine.plan import count_steps
 from .errors import ConfigError, FedBayesError, nearest
 from .experiment import Experiment
 from .federation import options
@@ -93,6 +94,8 @@ def prepare(
     rest, validation, server, distilled = _server_shares(experiment, dataset)
     light = _without_inputs(dataset.train, rest)
     shards = [rest[p] for p in partition(experiment.partition, light, experiment.seed)]
+    for shard in shards:  # refuses batches that would be padding for the most part
+        count_steps(len(shard), experiment.local.batch_size, experiment.local.epochs, experiment.local.steps)
     if model is None:
         model = build_network(experiment, len(dataset.classes), dataset.input_shape)
     transform = make_transform(experiment.data, dataset.train, shards, dataset.test)

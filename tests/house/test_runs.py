@@ -51,6 +51,12 @@ def test_a_lane_count_left_open_is_written_down_and_repeats(tmp_path):
     assert resumed.posterior.same_bits(whole.posterior)
 
 
+def test_a_batch_of_padding_is_refused_before_any_work(tmp_path):
+    with pytest.raises(ConfigError, match="every batch is completed to that size"):
+        fedbayes.run(small(local__batch_size=100_000), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
 def test_other_seeds_give_other_posteriors():
     assert not fedbayes.run(small(seed=1), write=False).posterior.same_bits(
         fedbayes.run(small(), write=False).posterior
