@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class Network:
         self.port = free_port()
         self.superlink: subprocess.Popen[bytes] | None = None
         self._certificates: Certificates | None = None
-        self._apps: list[subprocess.Popen[bytes]] = []
+        self._spawned: list[subprocess.Popen[bytes]] = []
         self._stopped = False
         self._submitted = 0  # where the log of the last app begins
 
@@ -237,9 +237,7 @@ class Network:
         if overrides:
             command += ["--run-config", " ".join(f"{k}={_quoted(v)}" for k, v in overrides.items())]
         self._submitted = len(self.log("run"))
-        process = self._spawn(command, "run")
-        self._apps.append(process)
-        return process
+        return self._spawn(command, "run")
 
     def command(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run one of Flower's short commands against this network and return its output."""
@@ -263,13 +261,12 @@ class Network:
         self._stopped = True
         atexit.unregister(self.stop)
         with _signals_held():
-            own = [p for p in (*self._apps, *(n.process for n in self.nodes), self.superlink) if p is not None]
-            for process in own:
+            for process in self._spawned:
                 _signal_group(process, signal.SIGTERM)
-            _wait_all(own, 3.0)
-            for process in own:
+            _wait_all(self._spawned, 3.0)
+            for process in self._spawned:
                 _signal_group(process, signal.SIGKILL)
-            _wait_all(own, 5.0)
+            _wait_all(self._spawned, 5.0)
             end = time.monotonic() + 10
             while (left := marked_processes(self.tag)) and time.monotonic() < end:
                 for pid in left:
@@ -280,8 +277,8 @@ class Network:
     def _spawn(
         self, command: Sequence[str], name: str, environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        with open(self.folder / "logs" / f"{name}.log", "ab") as log:
-            return subprocess.Popen(
+        with open(self.folder / "logs" / f"{name}.log", "ab") as log, _signals_deferred():
+            process = subprocess.Popen(
                 command,
                 env={**self.environment, **(environment or {})},
                 cwd=self.folder,
@@ -291,6 +288,8 @@ class Network:
                 start_new_session=True,
                 preexec_fn=_die_with_parent if _PRCTL is not None and _in_main_thread() else None,
             )
+            self._spawned.append(process)
+        return process
 
     def _wait_for_port(self, process: subprocess.Popen[bytes], port: int, name: str, seconds: float = 60) -> None:
         end = time.monotonic() + seconds
@@ -364,6 +363,30 @@ class _signals_held:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP wait until the end of the block (in the main thread).
+
+    Python drops an exception raised inside the callbacks around a fork (``logging`` has some), so a Ctrl-C that
+    arrives just then would be lost; and one that arrives just after would lose the process that was started.
+    """
+    if not _in_main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    old = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    heeded = {n: h for n, h in old.items() if h not in (signal.SIG_IGN, None)}  # None: set by other than Python
+    for number in heeded:
+        signal.signal(number, lambda n, _frame: arrived.append(n))
+    try:
+        yield
+    finally:
+        for number, handler in heeded.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
