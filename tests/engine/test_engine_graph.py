@@ -11,6 +11,7 @@ import torch
 from fedbayes import nn as fnn
 from fedbayes.engine import LocalCohort
 from fedbayes.engine.graph import GraphLoop, Program, lanes_as_channels, pieces
+from fedbayes.engine.lane_layers import with_lane_layers
 from fedbayes.engine.packing import pack
 from fedbayes.experiment import Engine, Local
 
@@ -46,6 +47,21 @@ def test_masked_steps_change_nothing(make: MakeCohort, shape: tuple[int, int, in
     s = stacked.statistics()
     assert s["real_lane_steps"] == sum(a.epochs * -(-n // 16) for a, n in zip(work, UNEQUAL, strict=True))
     assert s["lane_steps"] >= s["real_lane_steps"]
+
+
+@pytest.mark.slow
+def test_the_compiled_step_is_one_graph_and_gives_the_eager_numbers(make: MakeCohort):
+    """What a GPU captures: a network of our own layers, all penalties, the second moment, without a break in the graph."""
+    work = [replace(a, epochs=1, l2=1e-3, proximal=0.1) for a in assign(start_of(norm_net()), 3)]
+    found = []
+    for compiled in (False, True):
+        cohort = make(norm_net(), split([40, 1, 33]), 2, capture_moment=True)
+        loop = cohort._loops[2] = GraphLoop(cohort.setting, 2, compiled=compiled, shape=(2, 1, 8))
+        with_lane_layers(loop.model.model)
+        found.append(train(cohort, work))
+    for key, update in found[0].items():
+        assert distance(update.posterior, found[1][key].posterior) < 1e-4
+        assert update.metrics["nll"] == pytest.approx(found[1][key].metrics["nll"], rel=1e-5)
 
 
 def test_the_captured_moment_of_fixed_lanes(make: MakeCohort):

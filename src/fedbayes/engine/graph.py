@@ -120,9 +120,13 @@ class Program:
     # -- compiling and running -------------------------------------------------------------------------------
 
     def build(self) -> None:
-        """Compile the step and capture a block of steps; what is in memory is worthless afterwards."""
+        """Compile the step and, on a GPU, capture a block of steps; what is in memory is worthless afterwards."""
         self.forward = torch.compile(self._forward, fullgraph=True, dynamic=False)
         self.update = torch.compile(self._update, fullgraph=True, dynamic=False)
+        if self.setting.device.type == "cuda":
+            self._capture()
+
+    def _capture(self) -> None:
         stream = torch.cuda.Stream(self.setting.device)
         stream.wait_stream(torch.cuda.current_stream(self.setting.device))
         with torch.cuda.stream(stream):
