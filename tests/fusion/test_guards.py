@@ -55,6 +55,18 @@ def test_fuse_goes_on_without_a_bad_client_and_says_so(reason, place):
             fuse([BAD[reason]] * 2, previous=previous)
 
 
+@pytest.mark.parametrize("reason", BAD)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_odd_client_of_a_list_is_refused_wherever_it_stands(reason, place):
+    """Without a previous posterior most clients say what tensors are right, not the one that happens to come first."""
+    clients = [*GOOD]
+    clients.insert(place, BAD[reason])
+    for given in (clients, tuple(clients), dict(enumerate(clients))):
+        with pytest.warns(UserWarning, match=rf"client {place} is refused.*({reason})"):
+            fused = fuse(given, rule="conflation")
+        assert fused.same_bits(fuse(GOOD, rule="conflation"))
+
+
 def test_misuse_of_fuse_is_told_in_words():
     with pytest.raises(ConfigError, match="did you mean 'refuse'"):
         fuse(GOOD, on_bad_client="refus")  # pyright: ignore[reportArgumentType]
