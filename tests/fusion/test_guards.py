@@ -86,6 +86,8 @@ def test_misuse_of_fuse_is_told_in_words():
             fuse(posteriors)  # pyright: ignore[reportArgumentType]
     with pytest.raises(PosteriorError, match="weights is 3; give one number for each"):
         fuse(GOOD, weights=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PosteriorError, match=r"weights is 'size'; give one number.* client_weights\('size', sizes\)"):
+        fuse(GOOD, weights="size")  # pyright: ignore[reportArgumentType]
     with pytest.raises(PosteriorError, match="previous is of type dict"):
         fuse(GOOD, previous={})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="named by text; None is of type NoneType"):

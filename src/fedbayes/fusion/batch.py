@@ -42,6 +42,10 @@ def fuse(
         raise PosteriorError(f"fuse takes several posteriors, a list or any other iterable of them; {kind} was given.")
     if previous is not None:
         expect(previous, "previous")
+    if isinstance(weights, str):
+        raise PosteriorError(
+            f"weights is {weights!r}; give one number for each posterior: client_weights({weights!r}, sizes) gives them by name."
+        )
     if weights is not None and not isinstance(weights, Mapping):
         if not hasattr(weights, "__iter__"):
             raise PosteriorError(f"weights is {weights!r}; give one number for each posterior.")
