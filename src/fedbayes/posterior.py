@@ -305,7 +305,7 @@ def sigma_statistics(
     ``ratio`` is the geometric mean over weights of sigma / previous sigma (absent without a previous posterior). Quantiles of more than about a
     million weights come from every n-th one.
     """
-    names = list(posterior.gaussians)
+    names = [n for n, g in posterior.gaussians.items() if g.mean.numel()]
     if not names:
         return {}
     sigmas = [posterior.gaussians[n].variance.reshape(-1).double().sqrt() for n in names]

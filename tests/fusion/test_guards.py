@@ -142,6 +142,10 @@ def test_nothing_to_fuse_in_empty_tensors():
     fused = fuse([empty, empty], rule="lp")
     assert fused.same_bits(empty)
     assert fuse([Posterior(), Posterior()]).gaussians == {}
+    beside = Posterior({**GOOD[0].gaussians, "none": (torch.zeros(0, 3), torch.zeros(0, 3))})
+    total = Accumulator("nwa", beside, beside)
+    total.absorb(beside)
+    assert list(total.conclude().record["sigma"]["layers"]) == ["w"]  # a mean of no numbers would be NaN, no JSON
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
