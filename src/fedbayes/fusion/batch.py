@@ -32,6 +32,7 @@ def fuse(
     weight; of a stream of unknown length without weights every client draws all of it). A posterior that cannot be fused (a NaN, a
     variance that is not positive, other tensors than ``previous`` or, without one, than most of a list or dict, the first good
     client of a stream) is left out with a warning that names client, tensor and reason; ``on_bad_client="stop"`` raises instead.
+    Another warning says what share of the weights a rule had to repair (``dwc``).
 
     >>> fuse([a, b], rule="conflation")                                            # doctest: +SKIP
     """
@@ -83,7 +84,14 @@ def fuse(
             f"all {len(refusals)} were refused; the first: {refusals[0]}" if refusals else "no posterior was given."
         )
         raise PosteriorError(f"there is nothing to fuse: {all_bad}")
-    return accumulator.conclude().posterior
+    fused = accumulator.conclude()
+    if share := fused.record["repaired"]:
+        warnings.warn(
+            f"the rule '{chosen.name}' gave {100 * share:.3g} % of the weights no positive precision; they were repaired "
+            f"(options: {', '.join(f'{n}={v}' for n, v in chosen.options().items())}).",
+            stacklevel=2,
+        )
+    return fused.posterior
 
 
 def _usual(posteriors: Any) -> Posterior | None:
