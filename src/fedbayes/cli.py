@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -28,6 +29,11 @@ _GO_ON = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status (0 done, 2 a user's mistake in one sentence, 130 interrupted)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # a terminal without Greek letters gets \u03c3 for sigma, not a traceback
+            stream.reconfigure(errors="backslashreplace")
     try:
         here = os.getcwd()
         if here not in sys.path and "" not in sys.path:

@@ -26,10 +26,10 @@ class RunError(FedBayesError):
     """A run that cannot start, continue or finish: directory in use, quorum missed, checkpoint unreadable."""
 
 
-def nearest(word: str, valid: Iterable[str]) -> str:
+def nearest(word: object, valid: Iterable[str]) -> str:
     """Return ``'; did you mean X?'`` for the closest valid word, or the list of valid ones when none is close."""
     options = list(valid)
-    close = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(word), options, n=1, cutoff=0.5)
     if close:
         return f"did you mean '{close[0]}'?"
     return "valid are: " + ", ".join(sorted(options))

@@ -136,7 +136,7 @@ class Federation:
         if not self._holds_updates:
             current.weights = self._weights({c: sizes[c] for c in clients})
         self._current = current
-        prior = self._prior(len(sizes))
+        prior = self._prior(sum(n > 0 for n in sizes.values()))
         assignments = [self._assignment(client, number, sizes, *prior) for client in clients]
         batch = self.experiment.local.batch_size
         current.work = {a.client: a.steps * batch if a.steps else a.epochs * sizes[a.client] for a in assignments}

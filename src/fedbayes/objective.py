@@ -77,7 +77,7 @@ def kl_divisor(kl_scale: str, client_examples: int, federation_examples: int, cl
 def client_prior(
     kl_scale: str, prior_std: float, prior: Posterior | None, clients: int
 ) -> tuple[float, Posterior | None]:
-    """Return the prior each of K clients uses, as (standard deviation, posterior or None).
+    """Return the prior each of K clients that hold data uses, as (standard deviation, posterior or None).
 
     ``shared`` raises the prior to the power 1/K: a Gaussian of the same mean and K times the variance. The other
     scalings leave it as it is. (Points of a posterior are no part of a prior and stay.)

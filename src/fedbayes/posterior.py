@@ -60,6 +60,16 @@ class Posterior:
             if name in self.gaussians:
                 raise PosteriorError(f"'{name}' is both a Gaussian and a point; it must be one of them.")
 
+    def __repr__(self) -> str:
+        weights, numbers = (
+            sum(g.mean.numel() for g in self.gaussians.values()),
+            sum(t.numel() for t in self.points.values()),
+        )
+        return (
+            f"Posterior({len(self.gaussians)} Gaussian tensors of {weights:,} weights, {len(self.points)} point tensors of "
+            f"{numbers:,} numbers{f', {self.metadata}' if self.metadata else ''})"
+        )
+
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Posterior:
         """Return a copy on another device or in another floating-point type (integer points keep theirs).
 
@@ -101,7 +111,10 @@ class Posterior:
             raise PosteriorError(
                 f"a posterior's metadata must be text by name, to be written to a file ({error})."
             ) from None
-        return _to_bytes(tensors, metadata={"fedbayes": header})
+        try:
+            return _to_bytes(tensors, metadata={"fedbayes": header})
+        except KeyError as error:  # complex128, for one
+            raise PosteriorError(f"a file of a posterior holds no numbers of type {error}.") from None
 
     @staticmethod
     def load(path: str | Path, device: torch.device | str = "cpu") -> Posterior:
@@ -305,7 +318,7 @@ def sigma_statistics(
     ``ratio`` is the geometric mean over weights of sigma / previous sigma (absent without a previous posterior). Quantiles of more than about a
     million weights come from every n-th one.
     """
-    names = list(posterior.gaussians)
+    names = [n for n, g in posterior.gaussians.items() if g.mean.numel()]
     if not names:
         return {}
     sigmas = [posterior.gaussians[n].variance.reshape(-1).double().sqrt() for n in names]

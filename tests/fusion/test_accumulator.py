@@ -39,6 +39,27 @@ def test_stream_tree_restart_and_batch_give_the_same_bits(rule, clients, previou
     assert batch.same_bits(line.posterior)
 
 
+def test_totals_of_clients_without_names_merge(clients, previous, tmp_path):
+    """Each region counts its clients from 0; here they take free numbers, also after a restart. Named ones stay unique."""
+    regions = [Accumulator("lp", previous, previous) for _ in range(3)]
+    for k, q in enumerate(clients):
+        regions[k % 3].absorb(q, WEIGHTS[k])
+    regions[1].absorb(clients[0], 0, client="north")
+    regions[1].save(tmp_path / "region.safetensors")
+    regions[1] = Accumulator.load(tmp_path / "region.safetensors", previous, previous)
+    top = Accumulator("lp", previous, previous)
+    for region in regions:
+        top.merge(region)
+    assert len(top.weights) == 8
+    assert top.weights["north"] == 0
+    assert sorted(top.weights.values()) == sorted([*WEIGHTS, 0])
+    assert top.conclude().posterior.same_bits(fuse(clients, "lp", WEIGHTS, previous))
+    with pytest.raises(PosteriorError, match="client north is in both totals"):
+        top.merge(regions[1])
+    with pytest.raises(PosteriorError, match="cannot be merged with itself"):
+        top.merge(top)
+
+
 def test_fuse_shares_the_population_out(clients, previous):
     """Weights in any unit give the population asked for: the draws of an accumulator fed with shares."""
     total, shares = Accumulator("ppa", previous, previous, population=200), [w / sum(WEIGHTS) for w in WEIGHTS]

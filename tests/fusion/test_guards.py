@@ -55,6 +55,18 @@ def test_fuse_goes_on_without_a_bad_client_and_says_so(reason, place):
             fuse([BAD[reason]] * 2, previous=previous)
 
 
+@pytest.mark.parametrize("reason", BAD)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_odd_client_of_a_list_is_refused_wherever_it_stands(reason, place):
+    """Without a previous posterior most clients say what tensors are right, not the one that happens to come first."""
+    clients = [*GOOD]
+    clients.insert(place, BAD[reason])
+    for given in (clients, tuple(clients), dict(enumerate(clients))):
+        with pytest.warns(UserWarning, match=rf"client {place} is refused.*({reason})"):
+            fused = fuse(given, rule="conflation")
+        assert fused.same_bits(fuse(GOOD, rule="conflation"))
+
+
 def test_misuse_of_fuse_is_told_in_words():
     with pytest.raises(ConfigError, match="did you mean 'refuse'"):
         fuse(GOOD, on_bad_client="refus")  # pyright: ignore[reportArgumentType]
@@ -74,6 +86,8 @@ def test_misuse_of_fuse_is_told_in_words():
             fuse(posteriors)  # pyright: ignore[reportArgumentType]
     with pytest.raises(PosteriorError, match="weights is 3; give one number for each"):
         fuse(GOOD, weights=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PosteriorError, match=r"weights is 'size'; give one number.* client_weights\('size', sizes\)"):
+        fuse(GOOD, weights="size")  # pyright: ignore[reportArgumentType]
     with pytest.raises(PosteriorError, match="previous is of type dict"):
         fuse(GOOD, previous={})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="named by text; None is of type NoneType"):
@@ -128,6 +142,10 @@ def test_nothing_to_fuse_in_empty_tensors():
     fused = fuse([empty, empty], rule="lp")
     assert fused.same_bits(empty)
     assert fuse([Posterior(), Posterior()]).gaussians == {}
+    beside = Posterior({**GOOD[0].gaussians, "none": (torch.zeros(0, 3), torch.zeros(0, 3))})
+    total = Accumulator("nwa", beside, beside)
+    total.absorb(beside)
+    assert list(total.conclude().record["sigma"]["layers"]) == ["w"]  # a mean of no numbers would be NaN, no JSON
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

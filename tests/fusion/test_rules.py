@@ -221,7 +221,9 @@ def test_dwc_repairs_by_named_policy():
     assert (mean[0], variance[0]) == (0.5, 1.0)
     assert variance[1] == pytest.approx(1 / (2 + 2 - 1))
     assert mean[1] == pytest.approx((2 + 4 - 0.5) / 3)
-    assert of(fuse(clients, rule="dwc", previous=previous, repair="floor", floor="0.25"))[1][0] == pytest.approx(4.0)
+    with pytest.warns(UserWarning, match=r"'dwc' gave 50 % of the weights no positive.*repair=floor, floor=0.25"):
+        floored = fuse(clients, rule="dwc", previous=previous, repair="floor", floor="0.25")
+    assert of(floored)[1][0] == pytest.approx(4.0)
     with pytest.raises(PosteriorError, match="1 of 2 weights"):
         fuse(clients, rule="dwc", previous=previous, repair="stop")
     with pytest.raises(PosteriorError, match="previous"):

@@ -25,7 +25,8 @@ def shares(gamma):
 
 
 def test_pairwise_kl_equals_pair_by_pair(few):
-    np.testing.assert_allclose(pairwise_kl(few).numpy(), table(few), rtol=1e-12, atol=1e-12)
+    for given in (few, list(few.values())):
+        np.testing.assert_allclose(pairwise_kl(given).numpy(), table(few), rtol=1e-12, atol=1e-12)
 
 
 def test_pairwise_kl_with_means_far_from_zero_and_tiny_variances():
@@ -88,6 +89,13 @@ def test_misuse_is_told_in_words(few):
         client_weights({3: 1, 1: -1, 7: 1, 9: 1}, SIZES)
     with pytest.raises(ConfigError, match="weight 0"):
         client_weights(dict.fromkeys(SIZES, 0), SIZES)
+    for given in ([1, 2], None, 3):
+        with pytest.raises(ConfigError, match=f"not of type {type(given).__name__}"):
+            client_weights(given, SIZES)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="sizes is of type list; give a mapping by client"):
+        client_weights("size", [3, 4])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="posteriors is of type list; give a mapping by client"):
+        client_weights("max-discrepancy", SIZES, [*few.values()])  # pyright: ignore[reportArgumentType]
     assert get_weighting("max_discrepancy").uses_individuals
     assert not get_weighting("size").uses_individuals
 

@@ -1,5 +1,6 @@
 """The command line: overrides, sentences for mistakes, exit codes; help that explains every field."""
 
+import os
 import subprocess
 import sys
 
@@ -165,6 +166,16 @@ def test_a_command_that_computes_nothing_does_not_wait_for_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("False\n")
     assert "'rounds' must be at least 1" in done.stderr
+
+
+def test_a_terminal_without_greek_letters_gets_their_numbers():
+    done = subprocess.run(
+        [sys.executable, "-m", "fedbayes", "rules"],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert rb"formula: \u03bc = \u03a3 w" in done.stdout
 
 
 def test_overrides_in_every_spelling():

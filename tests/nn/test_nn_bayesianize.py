@@ -165,6 +165,7 @@ def test_a_mean_tied_to_a_point_is_refused() -> None:
         ("fc*", {"fc1", "fc2", "fc3"}),
         ("conv*, fc3", {"conv1", "conv2", "fc3"}),
         (["fc1"], {"fc1"}),
+        (tnn.Linear, {"fc1", "fc2", "fc3"}),
         (lambda name, layer: isinstance(layer, tnn.Conv2d), {"conv1", "conv2"}),
     ],
 )
@@ -505,6 +506,10 @@ def test_impossible_requests_say_what_would_be_right() -> None:
     model, _ = made("mlp")
     with pytest.raises(ConfigError, match="did you mean 'flipout'"):
         nn.bayesianize(model, "flipuot")
+    with pytest.raises(ConfigError, match="'None' is no kind of network; valid are: "):
+        nn.bayesianize(model, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="`where` picks no layer; the network's layers are: 0, 3"):
+        nn.bayesianize(model, "flipout", where=tnn.Conv2d)
     with pytest.raises(ConfigError, match=r"no layer matches 'conv\*'; the network's layers are: 0, 3"):
         nn.bayesianize(model, "flipout", where="conv*")
     with pytest.raises(ConfigError, match=r"no layer matches 'fc\*'"):  # though the other pattern does

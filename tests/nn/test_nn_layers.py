@@ -256,5 +256,10 @@ def test_a_pass_in_evaluation_still_draws(kind: str) -> None:
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="sigma is 0"):
         nn.FlipoutLinear(2, 2, sigma=0)
+    with pytest.raises(ConfigError, match="sigma is 'a'"):
+        nn.FlipoutLinear(2, 2, sigma="a")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="sigma is -1"):  # it made every rho NaN
+        nn.initialize(nn.FlipoutLinear(2, 2), sigma=-1)
+    nn.initialize(nn.FlipoutLinear(2, 2), "tfp", sigma=-1)  # not used there
     with pytest.raises(ConfigError, match="dropout is 1"):
         nn.Dropout(1.0)

@@ -129,3 +129,10 @@ def test_loading_what_does_not_fit_says_what() -> None:
         nn.load_posterior(linear, Posterior(points={"weight": torch.zeros(3, 2)}))
     with pytest.raises(PosteriorError, match=r"'weight' has shape \(2, 2\) in the posterior and \(3, 2\)"):
         nn.load_posterior(linear, Posterior(points={"weight": torch.zeros(2, 2), "bias": torch.zeros(3)}))
+    with pytest.raises(PosteriorError, match="takes a Posterior, not an object of type OrderedDict"):
+        nn.load_posterior(linear, linear.state_dict())  # type: ignore[arg-type]
+    layer = nn.FlipoutLinear(2, 1, bias=False)
+    before = layer.weight_rho.clone()
+    with pytest.raises(PosteriorError, match="'weight' has a negative variance"):
+        nn.load_posterior(layer, Posterior({"weight": (torch.zeros(1, 2), torch.tensor([[1.0, -1.0]]))}))
+    assert torch.equal(layer.weight_rho, before)

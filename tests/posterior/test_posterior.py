@@ -53,6 +53,18 @@ def test_file_round_trip_is_bitwise(tmp_path):
         Posterior.load(tmp_path / "junk")
 
 
+def test_a_posterior_in_words_is_short():
+    q = Posterior({"w": (torch.zeros(1000, 3), torch.ones(1000, 3))}, {"n": torch.tensor(1)})
+    assert repr(q) == "Posterior(1 Gaussian tensors of 3,000 weights, 1 point tensors of 1 numbers)"
+    assert repr(Posterior(metadata={"round": "3"})).endswith("0 numbers, {'round': '3'})")
+
+
+def test_numbers_that_no_file_holds_are_told_in_words(tmp_path):
+    with pytest.raises(PosteriorError, match=r"no numbers of type torch\.complex128"):
+        Posterior(points={"z": torch.zeros(2, dtype=torch.complex128)}).save(tmp_path / "z")
+    assert not any(tmp_path.iterdir())
+
+
 def test_kl_against_torch_distributions():
     q, p = make(1).to(dtype=torch.float64), make(2).to(dtype=torch.float64)
     expected = sum(

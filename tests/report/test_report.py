@@ -200,6 +200,19 @@ def test_collapse_is_said(tmp_path):
     assert "point model in all but name" in page.text
 
 
+def test_repaired_weights_are_said(tmp_path):
+    path = make_run(tmp_path / "run", rounds=4, ood=False, predictions=False)
+    assert "were repaired" not in read(report.write([path]))[1].text
+    events = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for event in events:
+        if event["kind"] == "round" and event["round"] > 1:
+            event["fusion"]["repaired"] = 0.08 / event["round"]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    _, page = read(report.write([path]))
+    assert "In three rounds some weights" in page.text
+    assert re.search(r"were repaired: 4\s% of all at most, in round\s2\.", page.text)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import operator
@@ -26,7 +27,7 @@ _GPU_BLOCK = 2**26
 _LEAST_PLAIN, _MOST_PLAIN = 1e-45, 1e40
 """Numbers within these (as all of float32 are) make no term too large to sum; terms of others are computed twice, first to look."""
 _HEADER = ("rule", "module", "pivot", "floor", "options", "reproducible", "weights", "refused", "seen")
-"""What a saved total says of itself."""
+"""What a saved total says of itself, and which of its clients came without a name."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Accumulator:
         self._blocks = self.layout.blocks(most)
         self._cells: dict[str, Tensor] = {}
         self._seen: dict[str, int] = {}
+        self._unnamed: set[int] = set()
 
     def absorb(self, posterior: Posterior, weight: float = 1.0, client: Client | None = None) -> None:
         """Check a client's posterior and add it; refuse it with ``PosteriorError``, the total untouched, if it is unfit.
@@ -94,9 +96,12 @@ class Accumulator:
         ``weight`` need not be normalised; a client of weight 0 is checked and adds nothing.
         """
         client = None if client is None else name_of(client)
-        name = self._next_name() if client is None else client
+        number = self._next_name()
+        name = number if client is None else client
         expect(posterior, f"client {name}'s update")
         self.absorb_as(posterior, weight, name, client)
+        if client is None:
+            self._unnamed.add(number)
 
     def absorb_as(self, posterior: Posterior, weight: float, name: Client, address: Client | None) -> None:
         """Absorb a posterior under a name of the server's; rules that draw take ``address``, or without one its content."""
@@ -112,7 +117,10 @@ class Accumulator:
         self.weights[name] = weight
 
     def merge(self, other: Accumulator) -> None:
-        """Add another accumulator's total: regional servers fuse their clients, and a central one merges them."""
+        """Add another accumulator's total: regional servers fuse their clients, and a central one merges them.
+
+        Clients that came without a name take a free number here. Name clients to have one that is in both totals noticed.
+        """
         if not isinstance(other, Accumulator):
             raise PosteriorError(f"merge takes another Accumulator; a {type(other).__name__} was given.")
         if (other.rule, other.layout.gaussians, other.layout.points) != (
@@ -127,7 +135,11 @@ class Accumulator:
             )
         if other.reproducible != self.reproducible:
             raise PosteriorError("a reproducible accumulator and a plain one cannot be merged.")
-        self._check_new(other.weights)
+        if other is self:
+            raise PosteriorError("an accumulator cannot be merged with itself.")
+        names = self._names_here(other)
+        arrived = {names.get(client, client): weight for client, weight in other.weights.items()}
+        self._check_new(arrived)
         for key, cells in other._cells.items():
             if key not in self._cells:
                 self._cells[key] = cells.to(self.layout.device, copy=True)
@@ -136,7 +148,8 @@ class Accumulator:
             else:
                 for row in cells.to(self.layout.device):
                     exact.deposit_pairs(self._cells[key], row)
-        self.weights |= other.weights
+        self.weights |= arrived
+        self._unnamed |= set(names.values())
         self.refused += other.refused
 
     def add_total(self, statistics: Statistics, weights: Mapping[Client, float]) -> None:
@@ -202,6 +215,7 @@ class Accumulator:
             "seen": self._seen,
         }
         assert tuple(header) == _HEADER
+        header["unnamed"] = sorted(self._unnamed)
         total = Posterior(points=self._cells, metadata={"accumulator": json.dumps(header)})
         return total.save(path)
 
@@ -212,7 +226,8 @@ class Accumulator:
         if "accumulator" not in stored.metadata:
             raise PosteriorError(f"{path} holds a posterior, not an accumulator's total.")
         try:
-            header = {name: json.loads(stored.metadata["accumulator"])[name] for name in _HEADER}
+            found = json.loads(stored.metadata["accumulator"])
+            header = {name: found[name] for name in _HEADER}
         except (ValueError, KeyError) as error:
             raise PosteriorError(
                 f"{path} does not hold the total of an accumulator of this version ({error})."
@@ -235,7 +250,7 @@ class Accumulator:
                 f"{path} was written with another previous global (or reference) posterior; pass that one."
             )
         self.weights = dict(header["weights"])
-        self.refused, self._seen = header["refused"], header["seen"]
+        self.refused, self._seen, self._unnamed = header["refused"], header["seen"], set(found.get("unnamed", ()))
         return self
 
     def _check_weight(self, given: float, client: Client) -> float:
@@ -277,6 +292,11 @@ class Accumulator:
         while self.holds(name):
             name += 1
         return name
+
+    def _names_here(self, other: Accumulator) -> dict[Client, int]:
+        """Return what the other's clients without a name are called here: as there, or by the next number that neither holds."""
+        free = (n for n in itertools.count(self._next_name()) if not (self.holds(n) or other.holds(n)))
+        return {name: next(free) if self.holds(name) else name for name in sorted(other._unnamed)}
 
     def _statistics(self) -> set[str]:
         """Return the names of the statistics that a total has (rounding errors aside)."""

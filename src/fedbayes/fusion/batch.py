@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, Literal, get_args
 
@@ -29,8 +30,9 @@ def fuse(
     ``weights`` (default equal) is a sequence in the same order, or a mapping when ``posteriors`` is one; it need not be
     normalised. ``previous`` is the previous global posterior. ``options`` are the rule's own (``ppa`` shares its population out by
     weight; of a stream of unknown length without weights every client draws all of it). A posterior that cannot be fused (a NaN, a
-    variance that is not positive, other tensors than ``previous`` or, without one, the first good client) is left out with a
-    warning that names client, tensor and reason; ``on_bad_client="stop"`` raises instead.
+    variance that is not positive, other tensors than ``previous`` or, without one, than most of a list or dict, the first good
+    client of a stream) is left out with a warning that names client, tensor and reason; ``on_bad_client="stop"`` raises instead.
+    Another warning says what share of the weights a rule had to repair (``dwc``).
 
     >>> fuse([a, b], rule="conflation")                                            # doctest: +SKIP
     """
@@ -41,6 +43,10 @@ def fuse(
         raise PosteriorError(f"fuse takes several posteriors, a list or any other iterable of them; {kind} was given.")
     if previous is not None:
         expect(previous, "previous")
+    if isinstance(weights, str):
+        raise PosteriorError(
+            f"weights is {weights!r}; give one number for each posterior: client_weights({weights!r}, sizes) gives them by name."
+        )
     if weights is not None and not isinstance(weights, Mapping):
         if not hasattr(weights, "__iter__"):
             raise PosteriorError(f"weights is {weights!r}; give one number for each posterior.")
@@ -52,6 +58,7 @@ def fuse(
         named = ((None, q) for q in posteriors)
     chosen = get_rule(rule, **options)
     given = _weights(posteriors, weights, normalised=chosen.draws)
+    expected = _usual(posteriors) if previous is None else previous
     accumulator, position, refusals = None, -1, []
     for position, (client, posterior) in enumerate(named):
         if not isinstance(posterior, Posterior):
@@ -62,7 +69,7 @@ def fuse(
         try:
             if accumulator is None:
                 lenient = chosen.allows_zero_variance
-                check(posterior, previous or posterior, client=name, allow_zero_variance=lenient)
+                check(posterior, expected or posterior, client=name, allow_zero_variance=lenient)
                 accumulator = Accumulator(chosen, posterior, previous)
             accumulator.absorb_as(posterior, weight, name, client)
         except Refusal as refusal:
@@ -77,7 +84,30 @@ def fuse(
             f"all {len(refusals)} were refused; the first: {refusals[0]}" if refusals else "no posterior was given."
         )
         raise PosteriorError(f"there is nothing to fuse: {all_bad}")
-    return accumulator.conclude().posterior
+    fused = accumulator.conclude()
+    if share := fused.record["repaired"]:
+        warnings.warn(
+            f"the rule '{chosen.name}' gave {100 * share:.3g} % of the weights no positive precision; they were repaired "
+            f"(options: {', '.join(f'{n}={v}' for n, v in chosen.options().items())}).",
+            stacklevel=2,
+        )
+    return fused.posterior
+
+
+def _usual(posteriors: Any) -> Posterior | None:
+    """Return one with the tensors that most posteriors at hand have, so that an odd one is refused wherever it stands; None for a stream."""
+    if not isinstance(posteriors, list | tuple | dict):
+        return None
+    known = posteriors.values() if isinstance(posteriors, dict) else posteriors
+    tensors = [(_tensors(q), q) for q in known if isinstance(q, Posterior)]
+    usual = Counter(names for names, _ in tensors).most_common(1)
+    return next((q for names, q in tensors if names == usual[0][0]), None)
+
+
+def _tensors(posterior: Posterior) -> frozenset[tuple[Any, ...]]:
+    """Return names, shapes and kinds of a posterior's tensors."""
+    gaussians = {(n, "Gaussian", g.mean.shape, g.mean.is_floating_point()) for n, g in posterior.gaussians.items()}
+    return frozenset(gaussians | {(n, "point", t.shape, t.is_floating_point()) for n, t in posterior.points.items()})
 
 
 def _weights(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +83,13 @@ def client_weights(
     ``weighting`` is a name, or a mapping of the user's own weights (normalised here). ``posteriors`` is needed by
     weightings that compare posteriors, ``previous`` by distance to the previous global one.
     """
+    for what, given in (("sizes", sizes), ("posteriors", posteriors or {})):
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{what} is of type {type(given).__name__}; give a mapping by client.")
     if not sizes:
         raise PosteriorError("there are no clients to weigh.")
+    if not isinstance(weighting, str | Weighting | Mapping):
+        raise ConfigError(f"a weighting is a name or a mapping by client, not of type {type(weighting).__name__}.")
     if isinstance(weighting, Mapping):
         missing = [c for c in sizes if c not in weighting]
         if missing:
@@ -136,30 +141,30 @@ def _normalised(given: Mapping[Client, Any]) -> dict[Client, float]:
     return dict(zip(given, scaled(weights, normalised=True), strict=True))
 
 
-def pairwise_kl(posteriors: Mapping[Client, Posterior]) -> Tensor:
-    """Return the matrix KL(qᵢ‖qⱼ) in nats over the whole model, by matrix products in float64.
+def pairwise_kl(posteriors: Mapping[Client, Posterior] | Sequence[Posterior]) -> Tensor:
+    """Return the matrix KL(qᵢ‖qⱼ) in nats over the whole model, in the order given, by matrix products in float64.
 
     KL = ½ Σ (log σⱼ² - log σᵢ² + (σᵢ² + (μᵢ-μⱼ)²)/σⱼ² - 1). Expanded, Σ (σᵢ² + μᵢ²)/σⱼ² - 2 Σ μᵢ μⱼ/σⱼ² + Σ μⱼ²/σⱼ² are two products of
     K×P by P×K matrices. Means are centred on their average first, so that little cancels. O(K² P) arithmetic but O(K P)
     memory traffic, against K² passes over the model. Where a divergence is less than a millionth of the terms that make it
     (two clients near each other and far from the average, in units of their sigmas), the pair is computed by itself.
     """
-    clients = list(posteriors)
+    clients = list(posteriors.values() if isinstance(posteriors, Mapping) else posteriors)
     if not clients:
         return torch.zeros(0, 0, dtype=torch.float64)
-    layout = Layout.of(posteriors[clients[0]])
-    for client in clients[1:]:
-        alike(posteriors[clients[0]], posteriors[client])
+    for client in clients:
+        alike(clients[0], client)
+    layout = Layout.of(clients[0])
     k, device = len(clients), layout.device
     result, size = torch.zeros(2, k, k, dtype=torch.float64, device=device)
     most = max(1, 2**24 // k)
     for pieces in layout.blocks(most):
-        flats = [layout.flat_gaussian(posteriors[c], pieces) for c in clients]
+        flats = [layout.flat_gaussian(client, pieces) for client in clients]
         value, terms = _pairwise_block(torch.stack([f.mean for f in flats]), torch.stack([f.variance for f in flats]))
         result, size = result + value, size + terms
     close = (result < 1e-6 * size).fill_diagonal_(False)
     for i, j in close.nonzero().tolist():
-        a, b = posteriors[clients[i]], posteriors[clients[j]]
+        a, b = clients[i], clients[j]
         result[i, j] = 0.0 if _same(a, b) else kl(a, b)
     return result.clamp_(min=0).fill_diagonal_(0)
 

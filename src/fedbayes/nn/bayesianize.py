@@ -20,8 +20,8 @@ from . import functional
 from .layers import LAYERS, Dropout, Variational, sibling
 from .state import RHO
 
-Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
-"""Which layers: a glob pattern of names, several (a sequence, or separated by commas), or a function of name and layer."""
+Where = str | Sequence[str] | type[nn.Module] | Callable[[str, nn.Module], bool]
+"""Which layers: a glob pattern of names, several (a sequence, or separated by commas), a class, or a function of name and layer."""
 
 _NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _TORCH_DROPOUT: dict[type[nn.Module], int] = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}
@@ -73,7 +73,7 @@ def bayesianize(
     after each convolution and before each linear layer, on in evaluation too; where the network has dropout layers of
     its own and ``where`` is empty, those are kept on instead and none are added; dropout that is no layer, as inside
     attention and recurrent layers, is reported). ``deterministic`` gives a plain copy. ``where`` chooses layers by
-    name (empty: all). Layers used in several places stay one layer. A subclass that leaves ``forward`` to torch keeps
+    name or class (empty: all). Layers used in several places stay one layer. A subclass that leaves ``forward`` to torch keeps
     its own methods. Normalisation, pooling, activations and the code of ``forward`` are not touched. Weights that are
     used where no layer can be replaced (``F.conv2d`` with a parameter, also in a helper function or with another
     layer's weight; attention; subclasses with their own ``forward``) raise the warning ``NotConverted``, one sentence
@@ -202,11 +202,15 @@ def _off_in_evaluation(module: nn.Module) -> Iterator[str]:
 
 def _choose(where: Where, layers: dict[str, nn.Module]) -> set[str]:
     """Names of the layers that ``where`` picks; a pattern that matches none of them is a mistake."""
+    if isinstance(where, type):
+        return {name for name, layer in layers.items() if isinstance(layer, where)}
     if callable(where):
         return {name for name, layer in layers.items() if where(name, layer)}
     given = where.split(",") if isinstance(where, str) else [*where] if isinstance(where, Iterable) else [where]
     if not all(isinstance(p, str) for p in given):
-        raise ConfigError(f"where is {where!r}; it must be a glob pattern, several, or a function of name and layer.")
+        raise ConfigError(
+            f"where is {where!r}; it must be a glob pattern, several, a class, or a function of name and layer."
+        )
     patterns = [p.strip() for p in given if p.strip()]
     if not patterns:
         return set(layers)

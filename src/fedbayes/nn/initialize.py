@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, nearest
+from .layers import check_sigma
 from .state import RHO, inverse_softplus
 
 
@@ -95,6 +96,7 @@ def _keep(layer: nn.Module, generator: torch.Generator | None) -> None:
 
 
 def _constant_sigma(rho: Tensor, sigma: float, generator: torch.Generator | None) -> Tensor:
+    check_sigma(sigma)
     return torch.full_like(rho, inverse_softplus(torch.tensor(sigma, dtype=torch.float64)).item())
 
 

@@ -11,6 +11,7 @@ A rho of -inf (or very negative) switches the noise off exactly, in every estima
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -42,10 +43,7 @@ class Variational(nn.Module):
 
     def add_scales(self, sigma: float, bayesian_bias: bool) -> None:
         """Create ``weight_rho`` (and ``bias_rho``) with a constant sigma."""
-        if not 0 < sigma < float("inf"):
-            raise ConfigError(
-                f"sigma is {sigma}; the initial standard deviation of a weight must be positive and finite."
-            )
+        check_sigma(sigma)
         self.weight_rho = _scale_like(self.weight, sigma)
         self.bias_rho = _scale_like(self.bias, sigma) if bayesian_bias and self.bias is not None else None
 
@@ -69,6 +67,14 @@ class Variational(nn.Module):
     def channel_dim(self) -> int:
         """The axis of channels (features), counted from the end."""
         return -1 if isinstance(self, nn.Linear) else -1 - len(self.kernel_size)  # type: ignore[arg-type]
+
+
+def check_sigma(sigma: float) -> None:
+    """Raise unless it can be the standard deviation of a weight."""
+    if not isinstance(sigma, Real) or not 0 < sigma < float("inf"):
+        raise ConfigError(
+            f"sigma is {sigma!r}; the initial standard deviation of a weight must be positive and finite."
+        )
 
 
 def _scale_like(mean: Tensor | None, sigma: float) -> nn.Parameter:

@@ -116,6 +116,11 @@ def posterior_of(module: nn.Module, metadata: Mapping[str, str] | None = None) -
 
 def load_posterior(module: nn.Module, posterior: Posterior) -> nn.Module:
     """Write a posterior into a module of the same names and shapes, in place, and return the module."""
+    if not isinstance(posterior, Posterior):
+        raise PosteriorError(f"load_posterior takes a Posterior, not an object of type {type(posterior).__name__}.")
+    for name, (_, variance) in posterior.gaussians.items():
+        if bool((variance < 0).any()):
+            raise PosteriorError(f"'{name}' has a negative variance in the posterior; no network can hold it.")
     new, old = from_posterior(posterior), state_of(module)
     for name in sorted(new.keys() ^ old.keys()):
         side, other = ("posterior", old) if name in new else ("network", new)

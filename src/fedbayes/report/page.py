@@ -235,7 +235,7 @@ def _posterior(run: Run, page: Page) -> Part:
     return Part(
         "posterior",
         "The posterior",
-        [prose.spread_of(run)],
+        [text for text in (prose.spread_of(run), prose.repairs_of(run)) if text],
         page.draw(figures.sigma(run), figures.learning_curve(run, "epistemic")),
     )
 

@@ -197,6 +197,19 @@ def spread_of(run: Run) -> str:
     return text
 
 
+def repairs_of(run: Run) -> str:
+    """What share of the weights the rule had to repair, where it had to."""
+    shares = {int(e["round"]): float((e.get("fusion") or {}).get("repaired") or 0) for e in run.rounds}
+    worst = max(shares, key=shares.__getitem__, default=0)
+    if not shares.get(worst):
+        return ""
+    rounds = sum(share > 0 for share in shares.values())
+    return (
+        f"In {plural(rounds, 'round')} some weights came out of the fusion without a positive precision and were repaired: "
+        f"{100 * shares[worst]:.2g} % of all at most, in round {worst}."
+    )
+
+
 def collapse_round(run: Run) -> int | None:
     """The round from which on the spread is gone: median sigma a hundredth of the first, or below a millionth."""
     medians = [(number, s.get("q50") or s.get("mean") or 0.0) for number, s in run.spreads]
