@@ -59,6 +59,16 @@ def test_seeds_are_runs_of_their_own_and_finished_ones_are_kept(tmp_path, data_d
     assert (ours.value, ours.seeds) == (0.5, 2)
 
 
+def test_the_page_links_only_what_is_there(tmp_path, data_dir):
+    writer = Writer()
+    made = recipes.reproduce("fischer-table-5", "quick", ["rule=nwa"], tmp_path, data_dir, run_many=writer)
+    run = writer.items[0][2].name
+    assert f'href="runs/{run}/"' in made.page.read_text()
+    (tmp_path / "runs" / run / "report.html").write_text("written by `fedbayes report`")
+    made = recipes.reproduce("fischer-table-5", "quick", ["rule=nwa"], tmp_path, data_dir, run_many=lambda items: None)
+    assert f'href="runs/{run}/report.html"' in made.page.read_text()
+
+
 def test_a_figure_finds_the_runs_of_its_table(tmp_path, data_dir):
     only = ["model=flipout rule=ws weighting=size partition=iid"]
     first, second = Writer(), Writer()

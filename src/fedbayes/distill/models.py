@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -117,8 +118,8 @@ def dirichlet_weights(weights: Sequence[float], alpha: float, generator: torch.G
 
     NumPy draws the γ on the host (by stick breaking where α is small, so that nothing underflows).
     """
-    if not alpha > 0:
-        raise ConfigError(f"distill.dirichlet_alpha = {alpha}: a Dirichlet needs a concentration above 0.")
+    if not 0 < alpha < math.inf:
+        raise ConfigError(f"distill.dirichlet_alpha = {alpha}: a Dirichlet needs a finite concentration above 0.")
     seed = int(torch.randint(2**62, (), generator=generator))
     gamma = np.random.default_rng(seed).dirichlet(np.full(len(weights), alpha))
     scaled = gamma * np.array(_normalised(weights, len(weights)))
@@ -195,8 +196,8 @@ def _centre(posterior: Posterior, name: str) -> Tensor:
 
 def _normalised(weights: Sequence[float], count: int) -> list[float]:
     total = float(sum(weights))
-    if len(weights) != count or not total > 0 or min(weights) < 0:
+    if len(weights) != count or not 0 < total < math.inf or min(weights) < 0:
         raise ConfigError(
-            f"{count} client models need {count} non-negative weights with a positive sum; got {list(weights)}."
+            f"{count} client models need {count} non-negative weights with a positive, finite sum; got {list(weights)}."
         )
     return [float(w) / total for w in weights]
