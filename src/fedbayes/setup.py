@@ -282,7 +282,7 @@ def share_a_launch(a: Setup, b: Setup) -> bool:
         )
 
     x, y = a.experiment, b.experiment
-    plain = x.data.mean != "client" and not x.local.keep_state and x.engine.lanes != 1
+    plain = not x.local.keep_state and x.engine.lanes != 1
     alike = shape(a) == shape(b) and _moment(x) == _moment(y)
     return alike and plain and same_examples(a.dataset, b.dataset)
 
