@@ -184,9 +184,7 @@ def _unlabelled(e: Experiment, dataset: Dataset, held: np.ndarray, data_dir: Any
         return None
     if not e.distill.data:
         return dataset.train.take(held)
-    return load_inputs(
-        e.distill.data, dataset.train, sonar=e.sonar, data_dir=data_dir, seed=e.seed, limit=e.data.limit
-    )
+    return load_inputs(e.distill.data, dataset.train, sonar=e.sonar, data_dir=data_dir, seed=e.seed, limit=e.data.limit)
 
 
 def captures_moment(experiment: Experiment) -> bool:
