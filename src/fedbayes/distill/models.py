@@ -19,6 +19,12 @@ POINT_VARIANCE = 1e-12
 """Variance given to a weight drawn from its distribution: the model stays variational in form, but sigma is 1e-6."""
 
 
+NO_POSTERIOR = (
+    "distill.distribution = 'posterior' samples from variational clients, but this model has no Gaussian "
+    "weights; use 'gaussian' or 'dirichlet', or a variational model.kind such as flipout."
+)
+
+
 @dataclass(frozen=True)
 class Round:
     """What a distribution over models may look at: the clients of one round, their weights, and both global models.
@@ -130,10 +136,7 @@ def dirichlet_weights(weights: Sequence[float], alpha: float, generator: torch.G
 def _posterior(round_: Round, settings: Distill, generator: torch.Generator) -> Posterior:
     """One draw of the weights from the fused variational posterior: what no paper did."""
     if not round_.fused.gaussians:
-        raise ConfigError(
-            "distill.distribution = 'posterior' samples from variational clients, but this model has no Gaussian "
-            "weights; use 'gaussian' or 'dirichlet', or a variational model.kind such as flipout."
-        )
+        raise ConfigError(NO_POSTERIOR)
     gaussians = {}
     for name, g in round_.fused.gaussians.items():
         weight = _normal(g.mean.double(), g.variance.double(), generator).to(g.mean.dtype)
