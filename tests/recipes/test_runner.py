@@ -160,3 +160,26 @@ def test_shrunken_and_changed_runs_say_that_they_prove_nothing(tmp_path, data_di
     )
     assert "were overridden" in str(changed)
     assert "were overridden" in changed.page.read_text()
+
+
+def test_the_engine_is_chosen_on_the_command_line_and_changes_no_verdict(tmp_path, data_dir, monkeypatch, capsys):
+    from fedbayes import cli
+    from fedbayes.recipes import runner
+
+    writer = Writer()
+    monkeypatch.setattr(runner, "run_with_lanes", lambda *_: writer)
+    command = [
+        "reproduce",
+        "reyes-table-2",
+        "--engine.compile",
+        "--only",
+        "batch=200 dataset=mnist",
+        "--out",
+        str(tmp_path),
+    ]
+    assert cli.main([*command, "--data-dir", str(data_dir), "--engine.lanes", "7"]) == 0
+    assert {(e.engine.compile, e.engine.lanes) for _, e, _ in writer.items} == {(True, 7)}
+    assert "overridden" not in capsys.readouterr().out
+    assert cli.main([*command, "--data-dir", str(data_dir), "--rounds", "2"]) == 0
+    assert writer.items[-1][1].rounds == 2
+    assert "were overridden" in capsys.readouterr().out
