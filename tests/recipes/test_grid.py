@@ -44,6 +44,24 @@ def test_fischer_table_2_is_the_papers_grid():
     )
 
 
+@pytest.mark.parametrize("name", recipes.published_names())
+def test_every_option_of_every_reading_can_be_taken(name):
+    for reading in recipes.load_recipe(name).readings:
+        for option in recipes.READINGS[reading].options:
+            recipes.load_recipe(name, readings={reading: option})
+
+
+def test_a_refreshed_batch_norm_brings_the_images_it_needs():
+    without, some = (
+        recipes.load_recipe(n, readings={"batchnorm": "refresh"}) for n in ("reyes-table-2", "fischer-table-4")
+    )
+    assert {c.experiment.data.validation for c in (*without.cells, *some.cells)} == {0.05}
+    held = (
+        recipes.load_recipe("loomis-table-4.1", readings={"batchnorm": "refresh"}).cells[0].experiment.data.validation
+    )
+    assert held == 0.1
+
+
 def test_readings_change_what_they_name_and_only_where_they_apply():
     at = {"model": "flipout", "rule": "ws", "weighting": "max-discrepancy", "partition": "dirichlet-0.5"}
     plain = cell(recipes.load_recipe("fischer-table-2"), **at)

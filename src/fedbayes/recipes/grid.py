@@ -179,6 +179,7 @@ def _cells(table: Mapping[str, Any], options: list[Option], source: str) -> list
             if option.set and _applies(option, experiment, at):
                 own = set(changes) if not option.when else set()
                 new = {k: v for k, v in option.set.items() if k not in own}
+                new |= {k: v for k, v in option.needs.items() if not config.get(experiment, k)}
                 if "fusion.options" in new:  # a rule's options add up
                     new["fusion.options"] = [*experiment.fusion.options, *new["fusion.options"]]
                 experiment = config.override(experiment, new, source)
