@@ -51,6 +51,11 @@ def test_every_option_of_every_reading_can_be_taken(name):
             recipes.load_recipe(name, readings={reading: option})
 
 
+def test_clients_of_unequal_speed_are_shrunk_like_the_others():
+    for scale, epochs in (("full", 20), ("quick", 3), ("smoke", 0)):
+        assert {c.experiment.local.epochs_max for c in recipes.load_recipe("fedbe-table-4", scale).cells} == {epochs}
+
+
 def test_a_refreshed_batch_norm_brings_the_images_it_needs():
     without, some = (
         recipes.load_recipe(n, readings={"batchnorm": "refresh"}) for n in ("reyes-table-2", "fischer-table-4")

@@ -257,6 +257,7 @@ def _scaled(cell: Cell, table: Mapping[str, Any], scale: str, source: str) -> Ce
     else:
         rounds = max(1, min(e.rounds, 10))
         changes = {**QUICK, "rounds": rounds, "local.epochs": min(e.local.epochs, 2)}
+        changes["local.epochs_max"] = min(e.local.epochs_max, 3)  # two on average, as without
         changes["evaluation.every"] = 1 if e.evaluation.every == 1 else 2
         changes |= {"pretrain.epochs": min(e.pretrain.epochs, 10), "schedule.silent": min(e.schedule.silent, rounds)}
         if e.distill.enabled:
