@@ -56,6 +56,14 @@ def test_clients_of_unequal_speed_are_shrunk_like_the_others():
         assert {c.experiment.local.epochs_max for c in recipes.load_recipe("fedbe-table-4", scale).cells} == {epochs}
 
 
+def test_a_round_chosen_on_validation_data_has_validation_data():
+    """Without any the choice would be the last round, silently."""
+    taken = {"reported_round": "best-validation-nll"}
+    names = [n for n in recipes.recipe_names() if "reported_round" in recipes.load_recipe(n, "smoke").readings]
+    cells = [c for n in names for c in recipes.load_recipe(n, readings=taken).cells]
+    assert min(c.experiment.data.validation for c in cells) == 0.05
+
+
 def test_a_refreshed_batch_norm_brings_the_images_it_needs():
     without, some = (
         recipes.load_recipe(n, readings={"batchnorm": "refresh"}) for n in ("reyes-table-2", "fischer-table-4")

@@ -176,7 +176,7 @@ def _cells(table: Mapping[str, Any], options: list[Option], source: str) -> list
             model = value.get("model", model)
         experiment = config.override(base, {"name": "cell", **changes}, source)
         for option in options:
-            if option.set and _applies(option, experiment, at):
+            if (option.set or option.needs) and _applies(option, experiment, at):
                 own = set(changes) if not option.when else set()
                 new = {k: v for k, v in option.set.items() if k not in own}
                 new |= {k: v for k, v in option.needs.items() if not config.get(experiment, k)}

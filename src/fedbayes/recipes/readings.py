@@ -122,11 +122,11 @@ READINGS: dict[str, Reading] = {
     ),
     "reported_round": Reading(
         "Which round's numbers are printed: the last, the one of lowest test NLL (Loomis; selects on the test set), or "
-        "the one of lowest validation NLL.",
+        "the one of lowest validation NLL (on 5 % of the training set where a recipe keeps none).",
         {
             "last": Option(report="last"),
             "best-test-nll": Option(report="best-test-nll"),
-            "best-validation-nll": Option(report="best-validation-nll"),
+            "best-validation-nll": Option(report="best-validation-nll", needs={"data.validation": 0.05}),
         },
     ),
     "evaluated_rounds": Reading(
