@@ -57,7 +57,7 @@ def _ozer(clients: int, data: str = "fashion-mnist") -> Study:
 GLOBAL_MEAN = {
     "data.mean": "global",
     "checkpoint_every": 10,
-}  # clients' own means forbid sharing a launch; the reading pixel_mean=global
+}  # the reading pixel_mean=global, which was taken while clients' own means forbade sharing a launch
 
 IID = GLOBAL_MEAN | {"data.ood": "svhn-test.npz"}
 """Of ``fischer-iid``: with SVHN as out-of-distribution data."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, FedBayesError, nearest
-from .overrides import Parser, experiment_from, split_help
+from .overrides import Parser, experiment_from, overrides_last, read_changes, split_help
 
 _EXTRAS = {
     "matplotlib": "report", "jinja2": "report", "flwr": "flower", "cryptography": "flower", "grpc": "flower",
@@ -351,7 +351,8 @@ def recipes(arguments: list[str]) -> int:
 
 def reproduce(arguments: list[str]) -> int:
     """Reproduce a paper's table: `reproduce fischer-table-2 --scale smoke|quick|full [--only ...]`."""
-    p = _parser("reproduce", reproduce.__doc__)
+    fields = "--KEY VALUE changes a field of every cell, e.g. --engine.compile on a GPU; the page says so where results depend on it."
+    p = _parser("reproduce", reproduce.__doc__, epilog=fields)
     p.add_argument("recipe")
     p.add_argument("--scale", choices=["smoke", "quick", "full"], default="quick")
     p.add_argument(
@@ -374,14 +375,14 @@ def reproduce(arguments: list[str]) -> int:
         help="folder of runs and pages; recipes that share cells share their runs there",
     )
     p.add_argument("--data-dir")
-    options = p.parse_args(arguments)
+    options, extra = p.parse_known_args(overrides_last(p, arguments))
     from .progress import Progress
     from .recipes import reproduce as carry_out
 
     readings = dict(_pair(item, "--reading") for item in options.reading)
     made = carry_out(
         options.recipe, options.scale, options.only, options.out, options.data_dir, readings=readings,
-        seeds=options.seeds, listeners=lambda cell: [Progress(cell.experiment.rounds, cell.label)],
+        changes=read_changes(extra), seeds=options.seeds, listeners=lambda cell: [Progress(cell.experiment.rounds, cell.label)],
     )  # fmt: skip
     print(made)
     return 0

@@ -266,7 +266,7 @@ class Federation:
         return current.posterior, current.held, current.weights, self.posterior, current.number
 
     def close(self, distilled: tuple[Posterior, list[Event]] | None = None) -> None:
-        """Take the fused posterior, or the distilled one; evaluate, log, checkpoint: the second half of a round's end."""
+        """Take the fused posterior, or the distilled one; evaluate, log: the second half of a round's end."""
         current = self._open_round()
         assert current.fused is not None
         assert current.posterior is not None
@@ -284,7 +284,6 @@ class Federation:
         if note := collapse_note(self._ratios, self.rule.name, len(current.arrived)):
             self._log({"kind": "note", "round": self.round, "text": note})
         self._evaluate()
-        self._checkpoint()
 
     def _screen_moves(self, current: _Round) -> None:
         """Refuse clients whose mean moved farther than ``max_update`` times the median client's move."""
@@ -402,7 +401,8 @@ class Federation:
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
-    def _checkpoint(self) -> None:
+    def checkpoint_if_due(self) -> None:
+        """Write a checkpoint where ``checkpoint_every`` asks for one after this round."""
         if self.round % self.experiment.checkpoint_every == 0 or self.finished:
             self.checkpoint()
 
@@ -445,10 +445,11 @@ class Federation:
 def run_together(federations: Sequence[Federation]) -> None:
     """Run several federations that share one cohort, round by round, their clients trained in one launch.
 
-    Each keeps its own server state, files and round number; one that is done drops out. A lone federation is the
-    plain round loop.
+    Each keeps its own server state, files and round number; one that is done drops out. Federations resumed from different
+    rounds first come level, so that later launches are full again. A lone federation is the plain round loop.
     """
     while active := [f for f in federations if not f.finished]:
+        active = [f for f in active if f.round == min(g.round for g in active)]
         by_run = {f.run_number: f for f in active}
         assignments = [a for f in active for a in f.begin()]
         for update in active[0].cohort.train(assignments):
@@ -457,7 +458,10 @@ def run_together(federations: Sequence[Federation]) -> None:
 
 
 def end_together(federations: Sequence[Federation]) -> None:
-    """End a round of federations that share a launch; those that distil do so together, where their distiller can."""
+    """End a round of federations that share a launch; those that distil do so together, where their distiller can.
+
+    Checkpoints are written last, one right after the other: a launch killed in its evaluations resumes at one round.
+    """
     for federation in federations:
         federation.fuse()
     asked = [(f.distiller, f.to_distil()) for f in federations if f.distiller is not None]
@@ -465,6 +469,8 @@ def end_together(federations: Sequence[Federation]) -> None:
     distilled = iter(together(asked) if together else [distiller(*round_) for distiller, round_ in asked])
     for federation in federations:
         federation.close(next(distilled) if federation.distiller is not None else None)
+    for federation in federations:
+        federation.checkpoint_if_due()
 
 
 def rule_of_round(rule: Rule, experiment: Experiment, round: int) -> Rule:

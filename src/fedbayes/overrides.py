@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
 
 def experiment_from(name: str, extra: Sequence[str]) -> Any:
     """Read the experiment and apply ``--key value`` overrides (tyro's spelling: dots, dashes or underscores)."""
-    base, changes = config.read(name), _overrides(extra)
+    base, changes = config.read(name), read_changes(extra)
     experiment = config.override(base, changes, "command line")
     from .setup import check_names
 
@@ -29,7 +29,8 @@ def experiment_from(name: str, extra: Sequence[str]) -> Any:
     return experiment
 
 
-def _overrides(arguments: Sequence[str]) -> dict[str, Any]:
+def read_changes(arguments: Sequence[str]) -> dict[str, Any]:
+    """Read ``--key value`` words as changes of an experiment's fields."""
     found: dict[str, list[str]] = {}
     current = ""
     for word in arguments:
@@ -79,10 +80,10 @@ def split_help(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[a
         positional = [a for a in arguments[:1] if not a.startswith("-")]
         _help_with_fields(parser, positional[0] if positional else None)
         return None
-    return parser.parse_known_args(_overrides_last(parser, arguments))
+    return parser.parse_known_args(overrides_last(parser, arguments))
 
 
-def _overrides_last(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:
+def overrides_last(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:
     """Move overrides that stand before the experiment's name behind it: there each has one value, a switch may have none."""
     own, known = parser._option_string_actions, config.keys()
     mine: list[str] = []

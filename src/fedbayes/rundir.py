@@ -208,7 +208,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     file = path / "metrics.jsonl"
     if not file.exists():
         return
-    with open(file, encoding="utf-8") as f:
+    with open(file, encoding="utf-8", errors="replace") as f:  # a line may be torn within a letter
         for line in f:
             try:
                 yield json.loads(line)

@@ -76,7 +76,7 @@ def local_cohort(setups: Sequence[Setup]) -> LocalCohort:
         first.model,
         first.dataset.train,
         [s.shards for s in setups],
-        first.transform,
+        [s.transform for s in setups],
         e.local,
         e.engine,
         samples=e.objective.samples,

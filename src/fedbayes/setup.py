@@ -184,7 +184,7 @@ def _unlabelled(e: Experiment, dataset: Dataset, held: np.ndarray, data_dir: Any
         return None
     if not e.distill.data:
         return dataset.train.take(held)
-    return load_inputs(e.distill.data, dataset.train, sonar=e.sonar, data_dir=data_dir, seed=e.seed)
+    return load_inputs(e.distill.data, dataset.train, sonar=e.sonar, data_dir=data_dir, seed=e.seed, limit=e.data.limit)
 
 
 def captures_moment(experiment: Experiment) -> bool:
@@ -280,7 +280,7 @@ def share_a_launch(a: Setup, b: Setup) -> bool:
         )
 
     x, y = a.experiment, b.experiment
-    plain = x.data.mean != "client" and not x.local.keep_state and x.engine.lanes != 1
+    plain = not x.local.keep_state and x.engine.lanes != 1
     alike = shape(a) == shape(b) and _moment(x) == _moment(y)
     return alike and plain and same_examples(a.dataset, b.dataset)
 

@@ -53,6 +53,17 @@ def test_another_data_set_teaches(tmp_path, form):
     assert event["examples"] == 40
 
 
+def test_a_limit_of_the_training_set_limits_the_server_too(tmp_path):
+    """A shrunken run (the scales of a recipe) must not distil on the whole of another data set."""
+    path = write(tmp_path / "noise.npz", {"x_train": (500, 1, 8, 8), "y_train": (500,)})
+    unlabelled = runner.prepare(experiment(path)).unlabelled
+    assert unlabelled is not None
+    assert len(unlabelled) == 200
+    whole = runner.prepare(config.override(experiment(path), {"data.limit": 0})).unlabelled
+    assert whole is not None
+    assert len(whole) == 500
+
+
 def test_inputs_that_cannot_be_made_to_fit_are_refused(tmp_path):
     np.savez(tmp_path / "table.npz", x_test=np.zeros((40, 13), dtype=np.float32))
     with pytest.raises(DataError, match=r"\(13,\).*\(1, 8, 8\)"):

@@ -8,7 +8,7 @@ import torch
 from fedbayes import config, runner
 from fedbayes.data import Examples
 from fedbayes.distill import check_unlabelled, distill
-from fedbayes.errors import ConfigError, DataError
+from fedbayes.errors import ConfigError, DataError, RunError
 from fedbayes.setup import share_a_launch
 
 SMALL = {
@@ -48,6 +48,19 @@ def test_ensemble_predictions_are_the_members_predictions():
     result = runner.run(experiment(), write=False)
     sizes = {e["model"]: e["samples"] for e in result.events if e["kind"] == "evaluation" and e["split"] == "test"}
     assert sizes == {"global": 1, "average": 1, "1-ensemble": 3, "ensemble": 6}
+
+
+@pytest.mark.parametrize("rule", ["fedavg", "precision"])
+def test_a_point_model_has_no_posterior_to_draw_from(rule, tmp_path):
+    """Precision weighting's variances are Adam's moments: nothing is drawn from them, and nothing is trained first."""
+    with pytest.raises(ConfigError, match="no Gaussian weights"):
+        runner.run(experiment(distill__distribution="posterior", fusion__rule=rule), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_student_that_diverges_is_told_from_clients_that_do():
+    with pytest.raises(RunError, match=r"distillation has diverged.*distill\.learning_rate"):
+        runner.run(experiment(distill__learning_rate=1e30, distill__swa="none"), write=False)
 
 
 def test_runs_repeat_bit_for_bit():

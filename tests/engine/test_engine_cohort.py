@@ -265,3 +265,28 @@ def test_the_engine_needs_torch_numpy_safetensors_alone():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+class Recurrent(nn.Module):
+    """An LSTM over the rows of the digits: torch has no batching rule for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x.squeeze(1))[0][:, -1])
+
+
+def test_a_network_that_cannot_run_as_lanes_gets_the_plain_loop(make: MakeCohort):
+    torch.manual_seed(0)
+    model = Recurrent()
+    shards, tasks = split([30, 20, 10]), assign(start_of(model), 3)
+    chosen, plain = make(model, shards, 0), make(model, shards, 1)
+    updates = train(chosen, tasks)
+    assert chosen.lanes == 1
+    assert "the network cannot run as lanes (Batching rule" in chosen.statistics()["why"]
+    for key, update in train(plain, tasks).items():
+        assert distance(update.posterior, updates[key].posterior) < 1e-6
+    with pytest.raises(ConfigError, match=r"cannot run as lanes .*lstm.*'engine\.lanes' to 1"):
+        train(make(model, shards, 3), tasks)

@@ -116,6 +116,24 @@ def test_a_gaussian_over_a_point_is_used_at_its_mean(examples: Examples, transfo
     assert torch.equal(a, predict(model, captured, examples.inputs[:9], transform, samples=1, batch_size=9, engine=CPU))
 
 
+def test_a_recurrent_network_with_sampled_weights_is_evaluated_pass_by_pass(
+    examples: Examples, transform: Transform
+) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.lstm(x.squeeze(1))[0][:, -1])
+
+    with pytest.warns(UserWarning, match="LSTM"):
+        model = fnn.bayesianize(Recurrent(), "sample")
+    with pytest.raises(ConfigError, match=r"lstm.*'evaluation\.draws' to per_pass"):
+        run(model, examples.inputs[:5], transform)
+    assert run(model, examples.inputs[:5], transform, draws="per_pass").shape == (4, 5, 10)
+
+
 def test_refusals(examples: Examples, transform: Transform):
     model = norm_net()
     with pytest.raises(ConfigError, match="at least one sample"):

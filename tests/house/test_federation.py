@@ -211,6 +211,25 @@ def test_federations_share_a_launch_and_end_when_each_is_done():
     assert feds[1].posterior.same_bits(make({"fusion": "ws"}).run())
 
 
+def test_federations_resumed_from_different_rounds_come_level_first(tmp_path):
+    """Checkpoints of one launch may lie apart (checkpoint_every); full launches pay, and draw noise as they would have."""
+    e, cohort = config.override(Experiment(rounds=5), {"fusion": "nwa"}), Known()
+    feds = [Federation(e, START, cohort, run=i) for i in range(3)]
+    for _ in range(2):
+        run_a_round(feds[0])
+    run_a_round(feds[1])
+    cohort.rounds.clear()
+    run_together(feds)
+    assert [sorted({a.run for a in launch}) for launch in cohort.rounds] == [[2], [1, 2], *[[0, 1, 2]] * 3]
+    assert all(f.posterior.same_bits(make({"rounds": 5, "fusion": "nwa"}).run()) for f in feds)
+
+
+def run_a_round(federation):
+    for update in federation.cohort.train(federation.begin()):
+        federation.absorb(update)
+    federation.end()
+
+
 def test_state_survives_packing():
     state = {"a": [1, None, "x", {"b": torch.arange(2)}], "q": START, "n": {"k": 1.5}}
     tensors, rest = pack(state)

@@ -101,8 +101,8 @@ def test_metrics_are_written_line_by_line_and_torn_lines_left_out(tmp_path):
         d.log({"kind": "b"})
         assert [e["kind"] for e in d.events()] == ["a", "b"]
         d.truncate_metrics(size)
-        with open(tmp_path / "metrics.jsonl", "a") as f:
-            f.write('{"kind": "to')
+        with open(tmp_path / "metrics.jsonl", "ab") as f:
+            f.write(b'{"kind": "to\xc3')  # within the letter
         assert list(read_events(tmp_path)) == [{"kind": "a", "value": 1.5, "nan": None}]
 
 

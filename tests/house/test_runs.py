@@ -172,6 +172,44 @@ def test_shared_launch_equals_separate_runs():
             torch.testing.assert_close(one.posterior.points[name], tensor, rtol=2e-3, atol=2e-5)
 
 
+def test_runs_whose_clients_have_means_of_their_own_share_a_launch():
+    """Fischer's and Loomis' recipes subtract each site's own mean; partitions differ by seed, and so do the means."""
+    change = {"data.mean": "client", "data.limit": 0, "data.test_limit": 0, "evaluation.every": 2}
+    base = config.override(small(model__kind="deterministic", fusion="fedavg", engine__lanes=6), change)
+    variants = [config.override(base, c) for c in ({}, {"seed": 1}, {"partition.clients": 2}, {"partition.clients": 1})]
+    setups = [runner.prepare(v) for v in variants]
+    assert all(share_a_launch(setups[0], s) for s in setups)
+    assert not torch.equal(setups[0].transform.shift, setups[1].transform.shift)
+    together = runner.run_setups([runner.Launch(s) for s in setups])
+    for setup, one in zip(setups, together, strict=True):
+        alone = fedbayes.run(config.override(setup.experiment, {"engine.lanes": 1}), write=False)
+        for name, tensor in alone.posterior.points.items():
+            torch.testing.assert_close(one.posterior.points[name], tensor, rtol=2e-3, atol=2e-5)
+        assert one.metrics()["nll"] == pytest.approx(alone.metrics()["nll"], rel=1e-3)
+
+
+def test_a_shared_launch_stopped_in_its_evaluations_resumes_to_the_same_bits(tmp_path):
+    """Layer noise is drawn for the launch as a whole, so its runs must come back at one and the same round."""
+
+    def go(root, stop_at=0):
+        seen = []
+
+        def listen(event):
+            seen.append(event)
+            if event["kind"] == "evaluation" and sum(e["kind"] == "evaluation" for e in seen) == stop_at:
+                raise KeyboardInterrupt
+
+        cells = compare.grid(small(rounds=3, engine__lanes=3, data__validation=0), {"fusion": ["nwa", "ws"]}, 1, root)
+        compare.run_grid(cells, lanes_shared=True, listeners=lambda cell: [listen])
+        return [Posterior.load(c.path / "final.safetensors") for c in cells]
+
+    whole = go(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path / "stopped", stop_at=4)  # round 2: the first run is judged, the second is about to be
+    again = go(tmp_path / "stopped")
+    assert all(a.same_bits(b) for a, b in zip(again, whole, strict=True))
+
+
 def test_a_grid_runs_once_and_is_averaged(tmp_path):
     axes = compare.parse_vary(["fusion=nwa,ws", "local.betas=[0.9,0.99],[0.8,0.9]"])
     assert axes["local.betas"] == ["[0.9,0.99]", "[0.8,0.9]"]

@@ -44,6 +44,37 @@ def test_fischer_table_2_is_the_papers_grid():
     )
 
 
+@pytest.mark.parametrize("name", recipes.published_names())
+def test_every_option_of_every_reading_can_be_taken(name):
+    for reading in recipes.load_recipe(name).readings:
+        for option in recipes.READINGS[reading].options:
+            recipes.load_recipe(name, readings={reading: option})
+
+
+def test_clients_of_unequal_speed_are_shrunk_like_the_others():
+    for scale, epochs in (("full", 20), ("quick", 3), ("smoke", 0)):
+        assert {c.experiment.local.epochs_max for c in recipes.load_recipe("fedbe-table-4", scale).cells} == {epochs}
+
+
+def test_a_round_chosen_on_validation_data_has_validation_data():
+    """Without any the choice would be the last round, silently."""
+    taken = {"reported_round": "best-validation-nll"}
+    names = [n for n in recipes.recipe_names() if "reported_round" in recipes.load_recipe(n, "smoke").readings]
+    cells = [c for n in names for c in recipes.load_recipe(n, readings=taken).cells]
+    assert min(c.experiment.data.validation for c in cells) == 0.05
+
+
+def test_a_refreshed_batch_norm_brings_the_images_it_needs():
+    without, some = (
+        recipes.load_recipe(n, readings={"batchnorm": "refresh"}) for n in ("reyes-table-2", "fischer-table-4")
+    )
+    assert {c.experiment.data.validation for c in (*without.cells, *some.cells)} == {0.05}
+    held = (
+        recipes.load_recipe("loomis-table-4.1", readings={"batchnorm": "refresh"}).cells[0].experiment.data.validation
+    )
+    assert held == 0.1
+
+
 def test_readings_change_what_they_name_and_only_where_they_apply():
     at = {"model": "flipout", "rule": "ws", "weighting": "max-discrepancy", "partition": "dirichlet-0.5"}
     plain = cell(recipes.load_recipe("fischer-table-2"), **at)

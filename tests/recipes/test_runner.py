@@ -59,6 +59,16 @@ def test_seeds_are_runs_of_their_own_and_finished_ones_are_kept(tmp_path, data_d
     assert (ours.value, ours.seeds) == (0.5, 2)
 
 
+def test_the_page_links_only_what_is_there(tmp_path, data_dir):
+    writer = Writer()
+    made = recipes.reproduce("fischer-table-5", "quick", ["rule=nwa"], tmp_path, data_dir, run_many=writer)
+    run = writer.items[0][2].name
+    assert f'href="runs/{run}/"' in made.page.read_text()
+    (tmp_path / "runs" / run / "report.html").write_text("written by `fedbayes report`")
+    made = recipes.reproduce("fischer-table-5", "quick", ["rule=nwa"], tmp_path, data_dir, run_many=lambda items: None)
+    assert f'href="runs/{run}/report.html"' in made.page.read_text()
+
+
 def test_a_figure_finds_the_runs_of_its_table(tmp_path, data_dir):
     only = ["model=flipout rule=ws weighting=size partition=iid"]
     first, second = Writer(), Writer()
@@ -150,3 +160,26 @@ def test_shrunken_and_changed_runs_say_that_they_prove_nothing(tmp_path, data_di
     )
     assert "were overridden" in str(changed)
     assert "were overridden" in changed.page.read_text()
+
+
+def test_the_engine_is_chosen_on_the_command_line_and_changes_no_verdict(tmp_path, data_dir, monkeypatch, capsys):
+    from fedbayes import cli
+    from fedbayes.recipes import runner
+
+    writer = Writer()
+    monkeypatch.setattr(runner, "run_with_lanes", lambda *_: writer)
+    command = [
+        "reproduce",
+        "reyes-table-2",
+        "--engine.compile",
+        "--only",
+        "batch=200 dataset=mnist",
+        "--out",
+        str(tmp_path),
+    ]
+    assert cli.main([*command, "--data-dir", str(data_dir), "--engine.lanes", "7"]) == 0
+    assert {(e.engine.compile, e.engine.lanes) for _, e, _ in writer.items} == {(True, 7)}
+    assert "overridden" not in capsys.readouterr().out
+    assert cli.main([*command, "--data-dir", str(data_dir), "--rounds", "2"]) == 0
+    assert writer.items[-1][1].rounds == 2
+    assert "were overridden" in capsys.readouterr().out

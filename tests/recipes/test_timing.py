@@ -21,6 +21,19 @@ def test_examples_of_a_distilling_run_by_hand():
     assert passes == pytest.approx(8 * 10_000 + 40 * 21 * 10_000 + 8 * 31 * 10_000)
 
 
+def test_examples_of_a_server_with_another_data_set():
+    quick, full = (recipes.load_recipe("fedbe-table-3", scale) for scale in ("quick", "full"))
+    for recipe, inputs in ((quick, 2000), (full, 50_000)):
+        mine, other = (
+            timing.examples_of(next(c.experiment for c in recipe.cells if dict(c.at)["server"] == server))
+            for server in ("cifar10", "cifar100")
+        )
+        e = recipe.cells[0].experiment
+        held = 0.2 * (e.data.limit or 50_000)
+        assert other[0] - mine[0] == pytest.approx(e.rounds * e.distill.epochs * (inputs - held))
+        assert other[1] > mine[1]
+
+
 def test_projection_adds_cells_and_seeds():
     recipe = recipes.load_recipe("fischer-table-5")
     works = {timing.work_of(c.experiment) for c in recipe.cells}

@@ -9,7 +9,7 @@ from .matching import match
 from .partition import client_names, partition, register_scheme
 from .sources import Remote, Request, Source, data_directory, get_source, register_source, sources
 from .splits import hold_out, split_validation
-from .transform import Augmentation, Transform, make_transform, register_augmentation
+from .transform import Augmentation, Transform, make_transform, register_augmentation, side_by_side
 
 __all__ = [
     "Augmentation",
@@ -43,6 +43,7 @@ __all__ = [
     "render",
     "render_checks",
     "render_sources",
+    "side_by_side",
     "sources",
     "split_validation",
     "table",

@@ -47,10 +47,12 @@ def load_inputs(
     sonar: Sonar | None = None,
     data_dir: str | os.PathLike[str] | None = None,
     seed: int = 0,
+    limit: int = 0,
 ) -> Examples:
     """Load the training inputs of another set, made to fit ``like``: a server's unlabelled inputs (FedBE).
 
-    An ``.npz`` file needs no labels for it. Labels, where there are any, are those of the other set.
+    An ``.npz`` file needs no labels for it. Labels, where there are any, are those of the other set. A ``limit`` is drawn
+    like that of the clients' training set.
     """
     source = get_source(name)
     if source.name == "npz":
@@ -58,7 +60,7 @@ def load_inputs(
     else:
         dataset = source.read(Request(name, data_directory(data_dir), seed, sonar))
         part = dataset.train if len(dataset.train) else dataset.test
-    return match(part, like, f"'{name}' as unlabelled inputs")
+    return match(limited(part, limit, seed, "unlabelled"), like, f"'{name}' as unlabelled inputs")
 
 
 def load(

@@ -156,6 +156,19 @@ class Transform:
         return replace(self, scale=self.scale.to(device), shift=self.shift.to(device))
 
 
+def side_by_side(transforms: Sequence[Transform]) -> tuple[Transform, tuple[int, ...]]:
+    """Return one transform for the clients of several runs on the same data, and the row of each run's first client.
+
+    They differ in nothing but the clients' means: run r's client c has row ``rows[r] + c``, the server's stays the last.
+    """
+    first = transforms[0]
+    if all(t.shift is first.shift or torch.equal(t.shift, first.shift) for t in transforms):
+        return first, (0,) * len(transforms)
+    clients = [t.shift[:-1] for t in transforms]
+    rows = np.cumsum([0, *map(len, clients[:-1])])
+    return replace(first, shift=torch.cat([*clients, transforms[-1].shift[-1:]])), tuple(map(int, rows))
+
+
 def make_transform(
     data: Data, train: Examples, shards: Sequence[np.ndarray], test: Examples | None = None
 ) -> Transform:

@@ -7,6 +7,7 @@ The round loop calls :func:`distill` after fusing. The pieces are pure functions
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, RunError
 from ..experiment import Distill, Engine
 from ..posterior import Gaussian, Posterior
 from .labels import pseudo_labels, sharpen
@@ -157,6 +158,8 @@ def teach(
 def learned(fused: Posterior, taught: Taught, student: tuple[Mapping[str, Tensor], Training]) -> Distilled:
     """Return a trained student as the new global posterior: the second half of :func:`distill`."""
     state, training = student
+    if not math.isfinite(training.last_loss):
+        raise RunError("distillation has diverged: the student's loss is not finite; lower 'distill.learning_rate'.")
     return Distilled(_to_posterior(state, fused), taught.members, {**taught.record, **asdict(training)})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,12 @@ from ..seeds import derive
 
 POINT_VARIANCE = 1e-12
 """Variance given to a weight drawn from its distribution: the model stays variational in form, but sigma is 1e-6."""
+
+
+NO_POSTERIOR = (
+    "distill.distribution = 'posterior' samples from variational clients, but this model has no Gaussian "
+    "weights; use 'gaussian' or 'dirichlet', or a variational model.kind such as flipout."
+)
 
 
 @dataclass(frozen=True)
@@ -117,8 +124,8 @@ def dirichlet_weights(weights: Sequence[float], alpha: float, generator: torch.G
 
     NumPy draws the γ on the host (by stick breaking where α is small, so that nothing underflows).
     """
-    if not alpha > 0:
-        raise ConfigError(f"distill.dirichlet_alpha = {alpha}: a Dirichlet needs a concentration above 0.")
+    if not 0 < alpha < math.inf:
+        raise ConfigError(f"distill.dirichlet_alpha = {alpha}: a Dirichlet needs a finite concentration above 0.")
     seed = int(torch.randint(2**62, (), generator=generator))
     gamma = np.random.default_rng(seed).dirichlet(np.full(len(weights), alpha))
     scaled = gamma * np.array(_normalised(weights, len(weights)))
@@ -129,10 +136,7 @@ def dirichlet_weights(weights: Sequence[float], alpha: float, generator: torch.G
 def _posterior(round_: Round, settings: Distill, generator: torch.Generator) -> Posterior:
     """One draw of the weights from the fused variational posterior: what no paper did."""
     if not round_.fused.gaussians:
-        raise ConfigError(
-            "distill.distribution = 'posterior' samples from variational clients, but this model has no Gaussian "
-            "weights; use 'gaussian' or 'dirichlet', or a variational model.kind such as flipout."
-        )
+        raise ConfigError(NO_POSTERIOR)
     gaussians = {}
     for name, g in round_.fused.gaussians.items():
         weight = _normal(g.mean.double(), g.variance.double(), generator).to(g.mean.dtype)
@@ -195,8 +199,8 @@ def _centre(posterior: Posterior, name: str) -> Tensor:
 
 def _normalised(weights: Sequence[float], count: int) -> list[float]:
     total = float(sum(weights))
-    if len(weights) != count or not total > 0 or min(weights) < 0:
+    if len(weights) != count or not 0 < total < math.inf or min(weights) < 0:
         raise ConfigError(
-            f"{count} client models need {count} non-negative weights with a positive sum; got {list(weights)}."
+            f"{count} client models need {count} non-negative weights with a positive, finite sum; got {list(weights)}."
         )
     return [float(w) / total for w in weights]

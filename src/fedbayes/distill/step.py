@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from ..engine import predict
 from ..errors import ConfigError
 from ..experiment import Experiment
+from ..nn import posterior_of
 from ..posterior import Posterior
 from . import Taught, check_unlabelled, learned, predictors, resolve, teach
+from .models import NO_POSTERIOR
 from .student import Lesson, Training, check_schedule, train_student
 
 Asked = tuple[Posterior, Mapping[int, Posterior], Mapping[int, float], Posterior, int]
@@ -34,6 +36,8 @@ class RoundDistiller:
         if judge is not None and "test" in judge.splits:
             check_unlabelled(unlabelled, judge.splits["test"])
         check_schedule(len(unlabelled.inputs), experiment.distill)
+        if experiment.distill.distribution == "posterior" and not posterior_of(model).gaussians:
+            raise ConfigError(NO_POSTERIOR)  # the rule precision's variances are Adam's moments, not a posterior's
         self.model, self.unlabelled, self.transform = model, unlabelled, transform
         self.experiment = experiment
         self.judge: Any = judge

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import ConfigError
 from .lanes import LaneLoop
 from .plain import PlainLoop
 from .processes import ProcessLoop, can_fork
@@ -40,8 +41,9 @@ def choose(setting: Setting, jobs: Sequence[Job]) -> Choice:
 
     Candidates are the plain loop, the plain loop on processes (``engine.workers``, or one for each core where that is left
     open), and one lane a client (at most 128; on a GPU 256, and what its memory holds). Each trains a few real batches;
-    nothing of it is kept, and the generators' state is untouched. Where a GPU's step is to be compiled, lanes
-    are taken without measuring, since compiling to find out costs more. The answer is remembered in the process.
+    nothing of it is kept, and the generators' state is untouched. On a CPU a network that cannot run as lanes (a recurrent
+    one, say) gets the plain loop. Where a GPU's step is to be compiled, lanes are taken without measuring, since compiling
+    to find out costs more. The answer is remembered in the process.
     """
     count, workers = min(len(jobs), MOST_LANES[setting.device.type]), possible_workers(setting, len(jobs))
     if count == 1:
@@ -72,9 +74,13 @@ def _measured(setting: Setting, jobs: Sequence[Job], count: int, workers: int) -
         loop = ProcessLoop(setting, workers)
         shared = _seconds_per_step(loop, jobs[:workers])
         loop.close()
-    lanes = _seconds_per_step(LaneLoop(setting, count), jobs[:count], hopeless=CLEARLY * min(plain, shared))
-    gains = {(1, workers): plain / shared, (count, 1): plain / lanes}
-    told = f"measured: {count} lanes train {plain / lanes:.2g} times as fast as the plain loop"
+    gains = {(1, workers): plain / shared}
+    try:
+        lanes = _seconds_per_step(LaneLoop(setting, count), jobs[:count], hopeless=CLEARLY * min(plain, shared))
+        gains[count, 1] = plain / lanes
+        told = f"measured: {count} lanes train {plain / lanes:.2g} times as fast as the plain loop"
+    except (RuntimeError, TypeError, ValueError, ConfigError) as error:  # the plain loop has just trained the same jobs
+        told = f"measured: the network cannot run as lanes ({str(error.__cause__ or error).partition('. ')[0]})"
     if workers > 1:
         told += f", {workers} processes {plain / shared:.2g} times"
     best = max(gains, key=lambda way: gains[way])

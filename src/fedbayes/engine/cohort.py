@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cohort import Assignment, Update
-from ..data import Examples, Transform
+from ..data import Examples, Transform, side_by_side
 from ..errors import ConfigError, DataError, RunError
 from ..experiment import Engine, Local
 from .choice import choose
@@ -32,7 +32,7 @@ class LocalCohort:
     """The clients of one federation, or of several that share network and data, trained in this process.
 
     ``shards`` holds one array of indices into ``examples`` per client; for several runs, one such list per run
-    (``Assignment.run`` says which). ``engine.lanes`` is 1 for the plain loop, n for up to n clients at once, 0 to
+    (``Assignment.run`` says which), and one transform per run where clients' means differ. ``engine.lanes`` is 1 for the plain loop, n for up to n clients at once, 0 to
     measure which is faster (see ``lanes``), and whether the plain loop is on several processes. ``samples`` is the number of noise draws averaged per training step.
 
     ``capture_moment`` makes each update's posterior carry, for every deterministic parameter, the mean of Adam's second
@@ -45,7 +45,7 @@ class LocalCohort:
         model: nn.Module,
         examples: Examples,
         shards: Shards,
-        transform: Transform,
+        transform: Transform | Sequence[Transform],
         local: Local,
         engine: Engine,
         samples: int = 1,
@@ -61,11 +61,13 @@ class LocalCohort:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self.setting = Setting(
-            model, examples.to(device), transform.to(device), local, engine, device, samples,
-            Capture(capture_moment, moment_bias_correction), StateLayout.of(model),
-        )  # fmt: skip
         self.shards = by_run(shards)
+        several = isinstance(transform, Sequence)
+        common, sites = side_by_side(transform) if several else (transform, (0,) * len(self.shards))
+        self.setting = Setting(
+            model, examples.to(device), common.to(device), local, engine, device, samples,
+            Capture(capture_moment, moment_bias_correction), StateLayout.of(model), sites,
+        )  # fmt: skip
         self._lanes = engine.lanes
         self._workers = engine.workers or int(engine.lanes > 0)
         self._why = "asked for" if engine.lanes else ""

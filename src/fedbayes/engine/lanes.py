@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..posterior import Posterior
 from ..seeds import derive
 from .fused import FusedAdam
@@ -20,7 +21,7 @@ from .packing import Segment, pack
 from .plan import Batches
 from .rows import Rows
 from .setting import Job, Outcome, Setting, with_moment
-from .stacked import StackedModel
+from .stacked import StackedModel, unvectorised
 
 _CHUNK_ELEMENTS = 4_000_000  # network inputs made ahead in one go, in numbers
 
@@ -44,6 +45,10 @@ class LaneLoop:
                     left = [job for job in left if job is not outcome.job]
                     yield outcome
             except RuntimeError as error:
+                if reason := unvectorised(error):
+                    raise ConfigError(
+                        f"the network cannot run as lanes ({reason}); set 'engine.lanes' to 1."
+                    ) from error
                 if not out_of_memory(error):
                     raise
             if left:

@@ -57,7 +57,7 @@ class PlainLoop:
         torch.manual_seed(derive(a.seed, "noise", a.round, a.client))
         moment = _MomentMean(s, self.parameters) if s.capture.enabled else None
         losses, first = [], second_half(batches.steps, batches.tail)
-        for step, (x, y, real) in enumerate(self._batches(batches, a.client)):
+        for step, (x, y, real) in enumerate(self._batches(batches, s.site(a))):
             losses.append(self._step(optimizer, x, y, real, terms))
             if moment is not None and step >= first:
                 moment.add(optimizer)

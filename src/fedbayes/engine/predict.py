@@ -22,6 +22,7 @@ from .lane_layers import with_lane_layers
 from .layout import StateLayout
 from .members import forward_members, stacked
 from .setting import on, resolve_device, starting_state
+from .stacked import unvectorised
 
 SERVER = -1
 Draws = Literal["per_example", "per_pass"]
@@ -207,7 +208,14 @@ class _Evaluator:
             return self.call(state, example[None])[0]
 
         largest = max(t.numel() for t in state.values())
-        return vmap(one, randomness="different", chunk_size=max(1, 50_000_000 // largest))(x)
+        try:
+            return vmap(one, randomness="different", chunk_size=max(1, 50_000_000 // largest))(x)
+        except RuntimeError as error:
+            if reason := unvectorised(error):
+                raise ConfigError(
+                    f"the network cannot draw weights for each example of a pass ({reason}); set 'evaluation.draws' to per_pass."
+                ) from error
+            raise
 
 
 class _Captured:

@@ -80,7 +80,7 @@ class Rows:
         device, index = self.setting.device, torch.tensor(list(seats), device=self.setting.device)
         assignments = [job.assignment for job in seats.values()]
         self._load_starts(seats)
-        self.client[index] = torch.tensor([a.client for a in assignments], device=device)
+        self.client[index] = torch.tensor([self.setting.site(a) for a in assignments], device=device)
         self.scalars[index] = torch.tensor(
             [[a.kl_weight / a.divisor, a.l2, a.proximal, a.prior_std**2, a.divisor] for a in assignments], device=device
         )

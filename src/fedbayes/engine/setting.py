@@ -70,6 +70,8 @@ class Setting:
     samples: int
     capture: Capture
     layout: StateLayout
+    sites: tuple[int, ...] = (0,)
+    """Each run's first client among the transform's, which has the clients of all runs one after the other."""
 
     @property
     def bf16(self) -> bool:
@@ -79,6 +81,10 @@ class Setting:
     def autocast(self) -> torch.autocast:
         """Return the context for forward passes."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16, cache_enabled=False)
+
+    def site(self, assignment: Assignment) -> int:
+        """Return whose mean the transform subtracts for an assignment."""
+        return self.sites[assignment.run] + assignment.client
 
     def inputs(self, indices: Tensor, client: Tensor | int, augmentation: Mapping[str, Tensor]) -> Tensor:
         """Return transformed inputs for indices (..., batch); ``client`` has the leading axes before the batch."""

@@ -94,3 +94,9 @@ class StackedModel:
         if not rows.gaussians.names:
             return loss
         return loss + rows.scalars[:width, 0] * rows.add_kl_gradient(gradients, width)
+
+
+def unvectorised(error: RuntimeError) -> str:
+    """Return what ``vmap`` has no way to run (an operation without a batching rule, ``.item()``, a branch), or nothing."""
+    words = str(error)
+    return words.partition(". ")[0] if "vmap" in words or "atching rule" in words else ""

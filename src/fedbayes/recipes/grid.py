@@ -176,9 +176,10 @@ def _cells(table: Mapping[str, Any], options: list[Option], source: str) -> list
             model = value.get("model", model)
         experiment = config.override(base, {"name": "cell", **changes}, source)
         for option in options:
-            if option.set and _applies(option, experiment, at):
+            if (option.set or option.needs) and _applies(option, experiment, at):
                 own = set(changes) if not option.when else set()
                 new = {k: v for k, v in option.set.items() if k not in own}
+                new |= {k: v for k, v in option.needs.items() if not config.get(experiment, k)}
                 if "fusion.options" in new:  # a rule's options add up
                     new["fusion.options"] = [*experiment.fusion.options, *new["fusion.options"]]
                 experiment = config.override(experiment, new, source)
@@ -256,6 +257,7 @@ def _scaled(cell: Cell, table: Mapping[str, Any], scale: str, source: str) -> Ce
     else:
         rounds = max(1, min(e.rounds, 10))
         changes = {**QUICK, "rounds": rounds, "local.epochs": min(e.local.epochs, 2)}
+        changes["local.epochs_max"] = min(e.local.epochs_max, 3)  # two on average, as without
         changes["evaluation.every"] = 1 if e.evaluation.every == 1 else 2
         changes |= {"pretrain.epochs": min(e.pretrain.epochs, 10), "schedule.silent": min(e.schedule.silent, rounds)}
         if e.distill.enabled:

@@ -164,13 +164,17 @@ def _run_list(runs: Mapping[Coordinates, tuple[Sequence[Path], str]], skipped: M
     items = []
     for at, (paths, _) in runs.items():
         label = escape(" ".join(f"{k}={v}" for k, v in at)) or "(one cell)"
-        links = ", ".join(
-            f'<a href="{escape(str(p.relative_to(out)))}/report.html">{escape(p.name)}</a>' for p in paths
-        )
+        links = ", ".join(f'<a href="{escape(_link(p, out))}">{escape(p.name)}</a>' for p in paths)
         items.append(
             f"<li>{label}: {links or 'not run'}{escape(' – ' + skipped[label]) if label in skipped else ''}</li>"
         )
-    return f"<details><summary>Runs</summary><ul>{''.join(items)}</ul></details>"
+    return f"<details><summary>Runs (<code>fedbayes report</code> with a run's folder writes its page)</summary><ul>{''.join(items)}</ul></details>"
+
+
+def _link(run: Path, out: Path) -> str:
+    """Return where a run can be looked at: its report where one was written (``fedbayes report RUN``), else its folder."""
+    place = run.relative_to(out).as_posix()
+    return f"{place}/report.html" if (run / "report.html").is_file() else f"{place}/"
 
 
 def _write_csv(verdicts: Sequence[Verdict], path: Path) -> None:

@@ -18,12 +18,13 @@ class Option:
     """One way to read an ambiguity: what it changes in the experiment, where it applies, and how a result is read.
 
     ``when`` holds where every configuration field has the given value; a key ``@coordinate`` holds where the cell's
-    coordinate contains the given word.
+    coordinate contains the given word. ``needs`` is set beside ``set`` in fields that are 0 so far.
     """
 
     set: Mapping[str, Any] = field(default_factory=dict)
     when: Mapping[str, Any] = field(default_factory=dict)
     report: str = ""
+    needs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,16 +113,20 @@ READINGS: dict[str, Reading] = {
         },
     ),
     "batchnorm": Reading(
-        "No paper says how batch-norm is aggregated under the Gaussian rules; it has no variance, so: weighted mean.",
-        {"mean": Option(), "refresh": _set(evaluation__refresh_batchnorm=True)},
+        "No paper says how batch-norm is aggregated under the Gaussian rules; it has no variance, so: weighted mean, or its "
+        "statistics measured anew on the server's validation images (5 % of the training set where a recipe keeps none).",
+        {
+            "mean": Option(),
+            "refresh": Option({"evaluation.refresh_batchnorm": True}, needs={"data.validation": 0.05}),
+        },
     ),
     "reported_round": Reading(
         "Which round's numbers are printed: the last, the one of lowest test NLL (Loomis; selects on the test set), or "
-        "the one of lowest validation NLL.",
+        "the one of lowest validation NLL (on 5 % of the training set where a recipe keeps none).",
         {
             "last": Option(report="last"),
             "best-test-nll": Option(report="best-test-nll"),
-            "best-validation-nll": Option(report="best-validation-nll"),
+            "best-validation-nll": Option(report="best-validation-nll", needs={"data.validation": 0.05}),
         },
     ),
     "evaluated_rounds": Reading(

@@ -64,6 +64,8 @@ def reproduce(
     if seeds is not None and seeds < 1:
         raise ConfigError("--seeds must be at least 1.")
     recipe = load_recipe(name, scale, readings)
+    if "seed" in (changes or {}):
+        raise ConfigError("a recipe's seeds count up from 0; say with --seeds (seeds=) how many.")
     if changes:
         from .. import config
 
@@ -82,8 +84,9 @@ def reproduce(
     verdicts = _verdicts(recipe, runs)
     from .page import write_page
 
-    page = write_page(recipe, verdicts, runs, skipped, out, bool(changes))
-    return Reproduction(recipe, verdicts, runs, page, skipped, bool(changes))
+    changed = any(not key.startswith("engine.") for key in changes or ())  # the engine changes nothing beyond rounding
+    page = write_page(recipe, verdicts, runs, skipped, out, changed)
+    return Reproduction(recipe, verdicts, runs, page, skipped, changed)
 
 
 def run_path(experiment: Experiment, out: Path) -> Path:

@@ -73,7 +73,8 @@ def examples_of(e: Experiment) -> tuple[float, float]:
     samples = 1 if e.model.kind == "deterministic" else e.evaluation.samples
     passes = math.ceil(e.rounds / e.evaluation.every) * samples * (test + train * e.data.validation)
     if e.distill.enabled:
-        unlabelled = train * e.distill.fraction
+        whole = SIZES.get(e.distill.data, 50_000)
+        unlabelled = min(whole, e.data.limit or whole) if e.distill.data else train * e.distill.fraction
         members = 1 + chosen + e.distill.samples
         trained += e.rounds * e.distill.epochs * unlabelled
         passes += e.rounds * members * unlabelled + math.ceil(e.rounds / e.evaluation.every) * (members + chosen) * test
