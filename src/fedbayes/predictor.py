@@ -7,11 +7,10 @@ shape and type of an input) and ``transform.safetensors`` (scale and shift of th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Real
@@ -31,7 +30,7 @@ from .errors import ConfigError, DataError, FedBayesError, PosteriorError, RunEr
 from .experiment import Experiment
 from .numeric import as_numbers
 from .posterior import Posterior
-from .rundir import write_atomically
+from .rundir import reading, write_atomically
 
 CARD, TRANSFORM = "predictor.json", "transform.safetensors"
 
@@ -201,7 +200,7 @@ class Predictor:
         file = (self.folder or Path()) / "predictions-validation.npz"
         if self.folder is None or not file.exists():
             return None
-        with _reading(file):
+        with reading(file):
             stored = read_npz(file)
             p, labels = torch.as_tensor(stored["probabilities"]), torch.as_tensor(stored["labels"])
             values = uncertainty.per_example(p)
@@ -239,7 +238,7 @@ def load(
             else f"has no {CARD}: it is no run directory, or its run never started"
         )
         raise RunError(f"{folder} {what}; name a directory that fedbayes run has written.")
-    with _reading(folder / CARD):
+    with reading(folder / CARD):
         card = json.loads((folder / CARD).read_text(encoding="utf-8"))
         missing = {"classes", "input_shape", "input_type"} - card.keys()
         if missing:
@@ -249,28 +248,16 @@ def load(
         raise RunError(f"{folder} has no {file.name} yet: the run has not come to its end; continue it with --resume.")
     experiment = _experiment(folder / "config.toml")
     posterior = Posterior.load(file)
-    with _reading(folder / TRANSFORM), safe_open(str(folder / TRANSFORM), framework="pt") as f:
+    with reading(folder / TRANSFORM), safe_open(str(folder / TRANSFORM), framework="pt") as f:
         transform = Transform(f.get_tensor("scale"), f.get_tensor("shift"))
     return Predictor(
         experiment, posterior, _network(experiment, posterior, card, network), transform, card, device, folder
     )
 
 
-@contextlib.contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    """Name the file of a run directory that cannot be read; a damaged one fails wherever its reader stumbles."""
-    try:
-        yield
-    except Exception as error:
-        why = " ".join(str(error).split()).rstrip(".")
-        raise RunError(
-            f"{file} is missing or damaged ({why}); copy the run directory again, or repeat the run."
-        ) from None
-
-
 def _experiment(file: Path) -> Experiment:
     """Read the run's configuration. It was written whole: what a cut one lacks must not become the default."""
-    with _reading(file):
+    with reading(file):
         table = tomllib.loads(file.read_text(encoding="utf-8"))
         lacking = [s for s in config.sections() if s not in table]
         if lacking:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -240,6 +241,30 @@ def test_torn_last_line_is_forgiven_and_a_broken_one_is_named(tmp_path):
     file.write_text('{"kind":"rou\n' + whole)
     with pytest.raises(RunError, match="line 1"):
         report.write([path])
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "garbage", "bits", "list"])
+@pytest.mark.parametrize("name", ["config.toml", "partition.json", "predictions-test.npz"])
+def test_a_damaged_file_is_named_in_one_sentence(folder, tmp_path, name, damage):
+    file = shutil.copytree(folder, tmp_path / "run") / name
+    whole = file.read_bytes()
+    middle = len(whole) // 2
+    broken = {"half": whole[:middle], "bits": whole[:middle] + bytes(99) + whole[middle + 99 :], "list": b"[1, 2]"}
+    file.write_bytes({"empty": b"", "garbage": b"\xff{[" * 50, **broken}[damage])
+    if (name, damage) == ("config.toml", "empty"):  # valid TOML that sets nothing
+        report.write([tmp_path / "run"])
+        return
+    with pytest.raises(RunError, match=name) as caught:
+        report.write([tmp_path / "run"])
+    assert "\n" not in str(caught.value)
+
+
+def test_predictions_and_labels_that_do_not_match_are_refused(folder, tmp_path):
+    file = shutil.copytree(folder, tmp_path / "run") / "predictions-test.npz"
+    stored = dict(np.load(file))
+    np.savez(file, **stored | {"labels": stored["labels"][:5]})
+    with pytest.raises(RunError, match=r"predictions-test\.npz .*do not match"):
+        report.write([tmp_path / "run"])
 
 
 def test_wrong_folders_get_one_sentence(tmp_path):
