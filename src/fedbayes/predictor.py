@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -31,6 +31,9 @@ from .experiment import Experiment
 from .numeric import as_numbers
 from .posterior import Posterior
 from .rundir import reading, write_atomically
+
+if TYPE_CHECKING:
+    from .predict_sound import Heard
 
 CARD, TRANSFORM = "predictor.json", "transform.safetensors"
 
@@ -66,16 +69,17 @@ class Prediction:
     """Answers for N inputs and how sure each is.
 
     ``samples`` are the class probabilities of the M sampled networks (M, N, C), ``classes`` the names. The other
-    values follow from them; ``uncertainty`` in the plain sense is ``entropy``, ``epistemic`` the part that more
+    values follow from them, unless ``values`` gives them (those of pooled segments); ``uncertainty`` in the plain sense is ``entropy``, ``epistemic`` the part that more
     training data could remove, ``aleatoric`` the part they could not.
     """
 
     samples: Tensor
     classes: tuple[str, ...]
+    values: Mapping[str, Tensor] | None = None
 
     @cached_property
-    def _values(self) -> dict[str, Tensor]:
-        return uncertainty.per_example(self.samples)
+    def _values(self) -> Mapping[str, Tensor]:
+        return uncertainty.per_example(self.samples) if self.values is None else self.values
 
     @cached_property
     def probabilities(self) -> Tensor:
@@ -180,6 +184,12 @@ class Predictor:
             draws=e.draws, seed_address=(seed, "predict"), engine=self._engine,
         )  # fmt: skip
         return Prediction(drawn, self.classes)
+
+    def listen(self, path: str | Path, samples: int | None = None, seed: int = 0) -> Heard:
+        """Answer for recordings, a sound file or a folder of some, one answer each: for runs trained on recordings."""
+        from .predict_sound import listen
+
+        return listen(self, path, samples, seed)
 
     def inputs(self, inputs: Any) -> Tensor:
         """Return inputs as the network's stored form (N, *input_shape), or say why they cannot be."""

@@ -179,7 +179,7 @@ class Run:
             with reading(file):
                 data = read_npz(file)
                 p, labels = data["probabilities"], data["labels"]
-                indices = data.get("indices", np.arange(p.shape[1]))
+                indices = data["indices"] if "indices" in data else np.arange(p.shape[1])
                 if labels.shape != p.shape[1:2] or indices.shape != labels.shape:
                     raise RunError(
                         f"probabilities {p.shape}, labels {labels.shape} and indices {indices.shape} do not match"
