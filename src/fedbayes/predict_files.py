@@ -19,7 +19,7 @@ from .data.sonar.recordings import Skipped
 from .errors import ConfigError, DataError
 from .overrides import Parser
 from .predict_sound import hears, sound_files
-from .predictor import Prediction, Predictor, interval, load
+from .predictor import Prediction, Predictor, check_rejection, interval, load
 
 INPUT_KEYS = ("inputs", "images", "x", "X", "x_test", "data")
 LABEL_KEYS = ("labels", "y", "y_test", "targets")
@@ -194,6 +194,9 @@ def command(arguments: Sequence[str]) -> int:
     o = p.parse_args(list(arguments))
     if o.reject is not None and not 0 <= o.reject < 1:
         raise ConfigError(f"--reject is {o.reject:g}; it must be a share: at least 0 and below 1.")
+    check_rejection(o.reject or 0, o.by)
+    if o.output and Path(o.output).exists() and Path(o.output).resolve() == Path(o.input).resolve():
+        raise ConfigError(f"--output is {o.output}, the input itself; name another file for the answers.")
     predictor = load(o.run, o.model, o.device)
     if sound_files(Path(o.input)) and (hears(predictor) or not _pictures(Path(o.input))):
         heard = predictor.listen(o.input, o.samples, o.seed)
