@@ -3,12 +3,15 @@
 import base64
 import io
 import re
+import warnings
 
 import numpy as np
 import pytest
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("matplotlib", reason="figures need the report extra")
+
+from conftest import tone  # noqa: E402
 
 from fedbayes import config  # noqa: E402
 from fedbayes.data import load  # noqa: E402
@@ -96,3 +99,23 @@ def test_a_folder_that_has_gone_is_said(tmp_path):
     page = queue(Run(tmp_path))
     assert page is not None
     assert "not at hand" in page
+
+
+def test_a_folder_of_one_s_own_that_has_gone_is_said_too(tmp_path, write):
+    for label in ("low", "high"):
+        for i in range(3):
+            write(tmp_path / "heard" / label / f"{i}.wav", tone(2.0, 8000, seed=i + 9 * (label == "low")), 8000)
+    write(tmp_path / "heard" / "low" / "silent.wav", np.zeros(8000), 8000)
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.warns(UserWarning, match=r"silent\.wav"):
+        finished(run, tmp_path / "heard")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what was left out is said when the run is made, not again by its report
+        assert "The queue" in (queue(Run(run)) or "")
+    (run / "predictor.json").write_text('{"input_shape": [1, 8, 16]}')
+    (tmp_path / "heard").rename(tmp_path / "elsewhere")
+    module._load.cache_clear()
+    assert "not at hand" in (queue(Run(run)) or "")
+    (run / "predictor.json").write_text('{"input_shape": [1, 28, 28]}')
+    assert queue(Run(run)) is None
