@@ -72,6 +72,10 @@ def test_the_queue_shows_and_lets_listen(tmp_path, picture, monkeypatch):
     assert rate == 8000
     assert 1.0 <= len(samples) / rate <= 6.0
     assert 0.6 < np.abs(samples).max() <= 0.7001
+    saved = {f.name for f in (tmp_path / "figures").iterdir()}
+    assert {
+        f"{name}.{ending}" for name in ("queue-1", "queue-2", "unseen-1") for ending in ("png", "svg", "csv")
+    } <= saved
     assert "http" not in re.sub(r'xmlns(:xlink)?="[^"]+"|<!DOCTYPE[^>]+>', "", page)
 
 

@@ -224,7 +224,8 @@ def _item(
     )
     figure = _tile(m, examples.inputs[row].cpu(), pooled.probabilities[:, number].numpy(), truth)
     drawn = inline_figure(figure, name=name, title=caption, caption=caption, header=("class", "probability"),
-                          rows=list(zip(m.run.classes, pooled.probabilities.mean(0)[number].tolist(), strict=True)))  # fmt: skip
+                          rows=list(zip(m.run.classes, pooled.probabilities.mean(0)[number].tolist(), strict=True)),
+                          folder=m.run.path / "figures")  # fmt: skip
     sound = _audio(m, columns)
     if not sound or len(sound) > budget:
         return f"<div>{drawn}</div>", 0
