@@ -21,7 +21,7 @@ from make_run import make_run
 
 from fedbayes import report, uncertainty
 from fedbayes.errors import RunError
-from fedbayes.report import tables
+from fedbayes.report import prose, tables
 from fedbayes.report.runs import Run
 
 
@@ -265,6 +265,39 @@ def test_predictions_and_labels_that_do_not_match_are_refused(folder, tmp_path):
     np.savez(file, **stored | {"labels": stored["labels"][:5]})
     with pytest.raises(RunError, match=r"predictions-test\.npz .*do not match"):
         report.write([tmp_path / "run"])
+
+
+def words_of(path, **changes):
+    file = path / "config.toml"
+    settings = {f'{name} = "{old}"': f'{name} = "{new}"' for name, (old, new) in changes.items()}
+    text = file.read_text()
+    for old, new in settings.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    file.write_text(text)
+    return prose.opening(Run(path))
+
+
+def test_the_opening_says_what_was_done(tmp_path):
+    path = make_run(tmp_path / "run", rounds=1, predictions=False)
+    assert prose.spread_of(Run(path)).endswith("after round 1.")
+    assert "few examples of few classes" in words_of(path, scheme=("dirichlet", "odd-one"))
+    assert "a Monte-Carlo-dropout " in words_of(path, kind=("flipout", "dropout"))
+    file = path / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"clients": 10', '"clients": 1'))
+    alone = prose.opening(Run(path))
+    assert "in one place" in alone
+    assert "fused" not in alone
+
+
+def test_all_right_is_no_certainty(tmp_path):
+    path = make_run(tmp_path / "run", rounds=1)
+    stored = dict(np.load(path / "predictions-test.npz"))
+    n = len(stored["labels"])
+    right = np.eye(10, dtype=np.float32)[stored["labels"]][None]
+    np.savez(path / "predictions-test.npz", **stored | {"probabilities": right})
+    said = prose.cards(Run(path))[0][2]
+    assert said == f"{100 * n / (n + 1.96**2):.1f} to 100.0 %: 95 % interval from {n:,} inputs"
 
 
 def test_wrong_folders_get_one_sentence(tmp_path):
