@@ -175,6 +175,16 @@ def test_arrays_are_welcome():
     assert turned == pytest.approx(expected)
 
 
+def test_entropy_takes_arrays_of_any_shape_and_refuses_logits():
+    rows = np.array([[[0.5, 0.5], [1, 0]], [[0.25, 0.75], [0, 1]]])
+    oracle = [[1, 0], [-(0.25 * math.log(0.25) + 0.75 * math.log(0.75)) / math.log(2), 0]]
+    np.testing.assert_allclose(u.entropy(rows), oracle)
+    assert u.entropy([0.5, 0.5]).item() == 1
+    for wrong in (torch.tensor([[2.0, -3.0]]), [math.nan, 1.0], 0.5, [], "x"):
+        with pytest.raises(u.UncertaintyError):
+            u.entropy(wrong)
+
+
 MEMORY = """
 import torch
 from fedbayes import uncertainty

@@ -9,7 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ._checks import UncertaintyError, as_probabilities, check_values, chunks, raise_for_values, working_type
+from ._checks import (
+    UncertaintyError,
+    as_numbers,
+    as_probabilities,
+    check_values,
+    chunks,
+    raise_for_values,
+    working_type,
+)
 
 UNCERTAINTIES = ("entropy", "aleatoric", "epistemic", "mutual_information")
 """The names by which inputs can be ranked from sure to unsure."""
@@ -59,8 +67,16 @@ def covariances(probabilities: Any) -> tuple[Tensor, Tensor]:
     return found["aleatoric"], found["epistemic"]
 
 
-def entropy(mean: Tensor) -> Tensor:
+def entropy(mean: Any) -> Tensor:
     """Normalised entropy of each row of (..., C): 0 for a certain class, 1 for all classes alike (Fischer eq. 8)."""
+    p = as_numbers(mean, "probabilities")
+    if p.ndim == 0:
+        raise UncertaintyError("probabilities are a single number; a row of them, one per class, is needed.")
+    rows = as_probabilities(p.reshape(1, -1, p.shape[-1]) if p.numel() else p[None, None])
+    return _entropy(_load(rows, slice(0, rows.shape[1]))[0]).reshape(p.shape[:-1])
+
+
+def _entropy(mean: Tensor) -> Tensor:
     classes = mean.shape[-1]
     if classes == 1:
         return torch.zeros_like(mean[..., 0])
@@ -151,7 +167,7 @@ def _per_example(q: Tensor) -> dict[str, Tensor]:
         "mean": mean,
         "prediction": prediction,
         "confidence": mean.gather(-1, prediction[:, None])[:, 0],
-        "entropy": entropy(mean),
+        "entropy": _entropy(mean),
         "aleatoric": (q.sum(-1) - (q**2).sum(-1)).mean(0).clamp(min=0),
         "epistemic": epistemic,
         "mutual_information": _information(q, mean, deltas),
