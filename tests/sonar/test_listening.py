@@ -5,7 +5,6 @@ import csv
 import numpy as np
 import pytest
 import torch
-from conftest import tone
 
 import fedbayes
 from fedbayes import config, predictor
@@ -21,10 +20,10 @@ SETTINGS = {
 
 
 @pytest.fixture(params=["per_pass", "per_example"])
-def run(request, tmp_path, write):
+def run(request, tmp_path, write, make_tone):
     for label, hertz in (("low", 300.0), ("high", 900.0)):
         for i in range(4):
-            write(tmp_path / "heard" / label / f"{i}.wav", tone(2.0, 8000, hertz, seed=i), 8000)
+            write(tmp_path / "heard" / label / f"{i}.wav", make_tone(2.0, 8000, hertz, seed=i), 8000)
     settings = SETTINGS | {"data.name": str(tmp_path / "heard"), "evaluation.draws": request.param}
     experiment = config.override(fedbayes.Experiment(), settings)
     return fedbayes.run(experiment, tmp_path / "run", report=False).path, experiment
@@ -50,9 +49,9 @@ def test_an_answer_per_file_is_that_of_its_pooled_segments(run, tmp_path):
     torch.testing.assert_close(heard.prediction.entropy, oracle.values["entropy"])
 
 
-def test_the_command_takes_sound_and_names_what_it_cannot_use(run, tmp_path, write, capsys):
+def test_the_command_takes_sound_and_names_what_it_cannot_use(run, tmp_path, write, make_tone, capsys):
     path, _ = run
-    write(tmp_path / "new" / "ship.flac", tone(1.5, 8000), 8000)
+    write(tmp_path / "new" / "ship.flac", make_tone(1.5, 8000), 8000)
     write(tmp_path / "new" / "quiet.wav", np.zeros(8000), 8000)
     (tmp_path / "new" / "ship.png").write_bytes(b"its spectrogram")
     asked = [path, "--input", tmp_path / "new", "--reject", "0.2", "--output", tmp_path / "out.csv"]
@@ -64,7 +63,7 @@ def test_the_command_takes_sound_and_names_what_it_cannot_use(run, tmp_path, wri
     assert "segments, each judged by itself" in said
 
 
-def test_what_cannot_be_listened_to_is_said(run, tmp_path, write):
+def test_what_cannot_be_listened_to_is_said(run, tmp_path, write, make_tone):
     path, _ = run
     predict = fedbayes.load(path, device="cpu")
     with pytest.raises(DataError, match="holds no recording"):
@@ -73,4 +72,4 @@ def test_what_cannot_be_listened_to_is_said(run, tmp_path, write):
         predict.listen(tmp_path / "nowhere.wav")
     predict.input_shape = (1, 9, 9)
     with pytest.raises(DataError, match="was not trained on recordings"):
-        predict.listen(write(tmp_path / "a.wav", tone(1.0, 8000), 8000))
+        predict.listen(write(tmp_path / "a.wav", make_tone(1.0, 8000), 8000))

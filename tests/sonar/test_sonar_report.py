@@ -11,7 +11,6 @@ import pytest
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("matplotlib", reason="figures need the report extra")
 
-from conftest import tone  # noqa: E402
 
 from fedbayes import config  # noqa: E402
 from fedbayes.data import load  # noqa: E402
@@ -105,10 +104,10 @@ def test_a_folder_that_has_gone_is_said(tmp_path):
     assert "not at hand" in page
 
 
-def test_a_folder_of_one_s_own_that_has_gone_is_said_too(tmp_path, write):
+def test_a_folder_of_one_s_own_that_has_gone_is_said_too(tmp_path, write, make_tone):
     for label in ("low", "high"):
         for i in range(3):
-            write(tmp_path / "heard" / label / f"{i}.wav", tone(2.0, 8000, seed=i + 9 * (label == "low")), 8000)
+            write(tmp_path / "heard" / label / f"{i}.wav", make_tone(2.0, 8000, seed=i + 9 * (label == "low")), 8000)
     write(tmp_path / "heard" / "low" / "silent.wav", np.zeros(8000), 8000)
     run = tmp_path / "run"
     run.mkdir()
