@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from .data.arrays import as_labels, read_numpy
+from .data.sonar.recordings import Skipped
 from .errors import ConfigError, DataError
 from .overrides import Parser
-from .predictor import Prediction, Predictor, interval, load
+from .predict_sound import hears, sound_files
+from .predictor import Prediction, Predictor, check_rejection, interval, load
 
 INPUT_KEYS = ("inputs", "images", "x", "X", "x_test", "data")
 LABEL_KEYS = ("labels", "y", "y_test", "targets")
@@ -27,30 +29,40 @@ VALUES = ("confidence", "entropy", "aleatoric", "epistemic", "mutual_information
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs read from a file or folder: their names, values, and labels where the file has them."""
+    """Inputs read from a file or folder: their names, values, and labels where the file has them.
+
+    Of recordings: the segments that each one's answer is made of, and the files that could not be used.
+    """
 
     names: Sequence[str]
-    values: np.ndarray
+    values: np.ndarray | None = None
     labels: np.ndarray | None = None
+    segments: np.ndarray | None = None
+    skipped: Sequence[Skipped] = ()
 
 
 def read_inputs(path: str | Path, shape: tuple[int, ...]) -> Batch:
     """Read inputs from an ``.npz`` or ``.npy`` file, one image, or a folder of images (in order of their names)."""
     path = Path(path)
     if not path.exists():
-        raise DataError(f"{path} is not there; give an .npz or .npy file, an image, or a folder of images.")
+        raise DataError(
+            f"{path} is not there; give an .npz or .npy file, an image, a recording, or a folder of images or recordings."
+        )
     if path.is_dir():
-        files = sorted(
-            f for f in path.rglob("*") if f.suffix.lower() in PICTURES and f.name[0] != "."
-        )  # macOS: ._a.png
+        files = _pictures(path)
         if not files:
-            raise DataError(f"{path} holds no image ({', '.join(PICTURES[:4])} ...).")
+            raise DataError(f"{path} holds no image ({', '.join(PICTURES[:4])} ...) and no recording.")
         return Batch([str(f.relative_to(path)) for f in files], np.stack([read_image(f, shape) for f in files]))
-    if path.suffix in (".npz", ".npy"):
+    if path.suffix.lower() in (".npz", ".npy"):
         return _read_arrays(path)
     if path.suffix.lower() in PICTURES:
         return Batch([path.name], read_image(path, shape)[None])
-    raise DataError(f"{path}: a file named *{path.suffix} is not understood; .npz, .npy and images are.")
+    raise DataError(f"{path}: a file named *{path.suffix} is not understood; .npz, .npy, images and recordings are.")
+
+
+def _pictures(folder: Path) -> list[Path]:
+    """Return the images at any depth of a folder; what begins with a point is none (macOS: ._a.png)."""
+    return sorted(f for f in folder.rglob("*") if f.suffix.lower() in PICTURES and f.name[0] != ".")
 
 
 def _read_arrays(path: Path) -> Batch:
@@ -105,6 +117,8 @@ def rows(batch: Batch, found: Prediction, rejected: torch.Tensor | None) -> Iter
     codes = class_numbers(batch.labels, found.classes)
     for i, (name, answer, p) in enumerate(zip(batch.names, found.names, found.probabilities.tolist())):
         row: dict[str, Any] = {"input": name, "class": answer} | {k: v[i] for k, v in values.items()}
+        if batch.segments is not None:
+            row["segments"] = int(batch.segments[i])
         if rejected is not None:
             row["reject"] = bool(rejected[i])
         if batch.labels is not None:
@@ -161,7 +175,9 @@ def command(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     p.add_argument("run", help="run directory")
     p.add_argument(
-        "--input", required=True, help=".npz or .npy file, image, or folder of images: raw, as before training"
+        "--input",
+        required=True,
+        help=".npz or .npy file, image, recording, or folder of images or recordings: raw, as before training",
     )
     p.add_argument("--output", help="file to write (default: standard output)")
     p.add_argument("--format", choices=list(WRITERS), help="csv or jsonl (default: by the output's ending, else csv)")
@@ -178,9 +194,16 @@ def command(arguments: Sequence[str]) -> int:
     o = p.parse_args(list(arguments))
     if o.reject is not None and not 0 <= o.reject < 1:
         raise ConfigError(f"--reject is {o.reject:g}; it must be a share: at least 0 and below 1.")
+    check_rejection(o.reject or 0, o.by)
+    if o.output and Path(o.output).exists() and Path(o.output).resolve() == Path(o.input).resolve():
+        raise ConfigError(f"--output is {o.output}, the input itself; name another file for the answers.")
     predictor = load(o.run, o.model, o.device)
-    batch = read_inputs(o.input, predictor.input_shape)
-    found = predictor(batch.values, o.samples, seed=o.seed)
+    if sound_files(Path(o.input)) and (hears(predictor) or not _pictures(Path(o.input))):
+        heard = predictor.listen(o.input, o.samples, o.seed)
+        batch, found = Batch(heard.names, segments=heard.segments, skipped=heard.skipped), heard.prediction
+    else:
+        batch = read_inputs(o.input, predictor.input_shape)
+        found = predictor(batch.values, o.samples, seed=o.seed)
     rejected = found.rejected(o.reject, o.by) if o.reject is not None else None
     chosen = o.format or ("jsonl" if str(o.output or "").endswith((".jsonl", ".json", ".ndjson")) else "csv")
     said = list(remarks(predictor, batch, found, rejected, o.reject, o.by))  # may fail, so before anything is written
@@ -196,6 +219,8 @@ def remarks(
     predictor: Predictor, batch: Batch, found: Prediction, rejected: torch.Tensor | None, share: float | None, by: str
 ) -> Iterator[str]:
     """Yield what is to be said beside the answers: how many are for a human, and the accuracy to expect on the rest."""
+    for left in batch.skipped:
+        yield f"Left out: {left}."
     codes = torch.as_tensor(class_numbers(batch.labels, found.classes))
     known = codes >= 0
     right = found.prediction == codes if bool(known.any()) else None
@@ -214,7 +239,8 @@ def remarks(
     else:
         accuracy, _, count = expected
         low, high = interval(accuracy, count)
+        what = "segments, each judged by itself" if batch.segments is not None else "examples"
         yield (
             f"Accuracy to expect on the rest: {accuracy * 100:.1f} % (95 % interval {low * 100:.1f} to {high * 100:.1f}; "
-            f"from {count} validation examples, for inputs like those it was trained on)."
+            f"from {count} validation {what}, for inputs like those it was trained on)."
         )

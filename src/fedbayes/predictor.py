@@ -7,16 +7,15 @@ shape and type of an input) and ``transform.safetensors`` (scale and shift of th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -31,7 +30,10 @@ from .errors import ConfigError, DataError, FedBayesError, PosteriorError, RunEr
 from .experiment import Experiment
 from .numeric import as_numbers
 from .posterior import Posterior
-from .rundir import write_atomically
+from .rundir import reading, write_atomically
+
+if TYPE_CHECKING:
+    from .predict_sound import Heard
 
 CARD, TRANSFORM = "predictor.json", "transform.safetensors"
 
@@ -67,16 +69,17 @@ class Prediction:
     """Answers for N inputs and how sure each is.
 
     ``samples`` are the class probabilities of the M sampled networks (M, N, C), ``classes`` the names. The other
-    values follow from them; ``uncertainty`` in the plain sense is ``entropy``, ``epistemic`` the part that more
+    values follow from them, unless ``values`` gives them (those of pooled segments); ``uncertainty`` in the plain sense is ``entropy``, ``epistemic`` the part that more
     training data could remove, ``aleatoric`` the part they could not.
     """
 
     samples: Tensor
     classes: tuple[str, ...]
+    values: Mapping[str, Tensor] | None = None
 
     @cached_property
-    def _values(self) -> dict[str, Tensor]:
-        return uncertainty.per_example(self.samples)
+    def _values(self) -> Mapping[str, Tensor]:
+        return uncertainty.per_example(self.samples) if self.values is None else self.values
 
     @cached_property
     def probabilities(self) -> Tensor:
@@ -182,6 +185,12 @@ class Predictor:
         )  # fmt: skip
         return Prediction(drawn, self.classes)
 
+    def listen(self, path: str | Path, samples: int | None = None, seed: int = 0) -> Heard:
+        """Answer for recordings, a sound file or a folder of some, one answer each: for runs trained on recordings."""
+        from .predict_sound import listen
+
+        return listen(self, path, samples, seed)
+
     def inputs(self, inputs: Any) -> Tensor:
         """Return inputs as the network's stored form (N, *input_shape), or say why they cannot be."""
         x = _arranged(as_numbers(inputs, "inputs", DataError), self.input_shape)
@@ -201,7 +210,7 @@ class Predictor:
         file = (self.folder or Path()) / "predictions-validation.npz"
         if self.folder is None or not file.exists():
             return None
-        with _reading(file):
+        with reading(file):
             stored = read_npz(file)
             p, labels = torch.as_tensor(stored["probabilities"]), torch.as_tensor(stored["labels"])
             values = uncertainty.per_example(p)
@@ -239,7 +248,7 @@ def load(
             else f"has no {CARD}: it is no run directory, or its run never started"
         )
         raise RunError(f"{folder} {what}; name a directory that fedbayes run has written.")
-    with _reading(folder / CARD):
+    with reading(folder / CARD):
         card = json.loads((folder / CARD).read_text(encoding="utf-8"))
         missing = {"classes", "input_shape", "input_type"} - card.keys()
         if missing:
@@ -249,28 +258,16 @@ def load(
         raise RunError(f"{folder} has no {file.name} yet: the run has not come to its end; continue it with --resume.")
     experiment = _experiment(folder / "config.toml")
     posterior = Posterior.load(file)
-    with _reading(folder / TRANSFORM), safe_open(str(folder / TRANSFORM), framework="pt") as f:
+    with reading(folder / TRANSFORM), safe_open(str(folder / TRANSFORM), framework="pt") as f:
         transform = Transform(f.get_tensor("scale"), f.get_tensor("shift"))
     return Predictor(
         experiment, posterior, _network(experiment, posterior, card, network), transform, card, device, folder
     )
 
 
-@contextlib.contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    """Name the file of a run directory that cannot be read; a damaged one fails wherever its reader stumbles."""
-    try:
-        yield
-    except Exception as error:
-        why = " ".join(str(error).split()).rstrip(".")
-        raise RunError(
-            f"{file} is missing or damaged ({why}); copy the run directory again, or repeat the run."
-        ) from None
-
-
 def _experiment(file: Path) -> Experiment:
     """Read the run's configuration. It was written whole: what a cut one lacks must not become the default."""
-    with _reading(file):
+    with reading(file):
         table = tomllib.loads(file.read_text(encoding="utf-8"))
         lacking = [s for s in config.sections() if s not in table]
         if lacking:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -214,6 +215,18 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except json.JSONDecodeError:
                 return
+
+
+@contextlib.contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Name the file of a run directory that cannot be read; a damaged one fails wherever its reader stumbles."""
+    try:
+        yield
+    except Exception as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise RunError(
+            f"{file} is missing or damaged ({why}); copy the run directory again, or repeat the run."
+        ) from None
 
 
 def is_finished(path: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -174,6 +175,22 @@ def test_inputs_alone_serve_for_ood_and_for_the_server(tmp_path):
     assert len(load_inputs("digits", dataset.train)) == 1437
     with pytest.raises(DataError, match="has no labels: it needs an array called 'labels'"):
         load(Data(name=str(path)))
+
+
+@pytest.mark.parametrize("name", ["test", "validation", "excluded"])
+def test_an_outlier_file_never_takes_the_place_of_another_split(tmp_path, name):
+    path = tmp_path / f"{name}.npz"
+    np.savez(path, inputs=np.zeros((9, 8, 8), dtype=np.uint8))
+    dataset = load(Data(ood=str(path), exclude_classes=(9,)))
+    assert sorted(dataset.ood) == sorted({"excluded", f"{name}-2"})
+    assert len(dataset.ood[f"{name}-2"]) == 9
+
+
+@pytest.mark.parametrize("name", ["test", "validation", "svhn/cropped", ""])
+def test_outliers_that_would_take_the_place_of_a_split_are_refused(name):
+    data = load(Data())
+    with pytest.raises(DataError, match=f"cannot be called '{name}'"):
+        replace(data, ood={name: data.test})
 
 
 def test_numbers_of_classes_are_never_closed_up():

@@ -1,7 +1,10 @@
 """Whole runs on embedded data: files, repeatability, shared launches, grids, pre-training, every rule by name."""
 
 import dataclasses
+import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -312,3 +315,31 @@ def test_clients_whose_data_the_server_never_sees_have_numbers_for_names():
     assert s.client_names() == ["cleveland", "hungarian", "switzerland", "va"]
     unseen = dataclasses.replace(s, shards=[shard[:0] for shard in s.shards])
     assert unseen.client_names() == ["client 0", "client 1", "client 2", "client 3"]
+
+
+def test_every_key_of_the_log_stands_in_the_schema(tmp_path):
+    named = set(
+        re.findall(r"\w+", (Path(__file__).parents[2] / "docs" / "run-directory.md").read_text(encoding="utf-8"))
+    )
+
+    def keys(value):
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                yield key
+                yield from keys(inner) if key != "layers" else ()
+        for inner in value if isinstance(value, list) else ():
+            yield from keys(inner)
+
+    sent = {"distill.enabled": True, "distill.swa": "none", "distill.epochs": 1, "distill.samples": 2}
+    for number, changes in enumerate(
+        ({**sent, "pretrain.fraction": 0.2, "pretrain.epochs": 1}, {"data.ood": "mixed.npz"})
+    ):
+        if "data.ood" in changes:
+            digits = fedbayes.data.load(small().data)
+            changes["data.ood"] = str(tmp_path / "mixed.npz")
+            np.savez(changes["data.ood"], inputs=digits.test.inputs[:20].numpy().transpose(0, 1, 3, 2))
+        fedbayes.run(config.override(small(), {**changes, "rounds": 1}), tmp_path / str(number), report=False)
+        for event in read_events(tmp_path / str(number)):
+            for key in keys(event):
+                text = re.sub("(?<!teacher)_(entropy|aleatoric|epistemic|mutual_information)$", "_U", key)
+                assert text in named or key.isdigit(), (event["kind"], key)

@@ -286,6 +286,17 @@ def test_csv_and_json_lines_say_the_same(run, inputs, tmp_path, capsys):
     assert f"{right * 100:.1f} % right" in err
 
 
+def test_answers_never_replace_the_inputs(run, inputs, tmp_path):
+    np.save(tmp_path / "in.npy", inputs.inputs[:3].numpy())
+    before = (tmp_path / "in.npy").read_bytes()
+    asked = [str(run), "--input", str(tmp_path / "in.npy"), "--device", "cpu"]
+    with pytest.raises(FedBayesError, match="the input itself"):
+        predictor.predict_command([*asked, "--output", str(tmp_path / "." / "in.npy")])
+    assert (tmp_path / "in.npy").read_bytes() == before
+    with pytest.raises(FedBayesError, match="'doubt' is no uncertainty"):
+        predictor.predict_command([*asked, "--by", "doubt"])
+
+
 def test_npy_and_unlabelled(run, inputs, tmp_path, capsys):
     np.save(tmp_path / "in.npy", inputs.inputs[:3].numpy())
     out, err = answer([run, "--input", tmp_path / "in.npy", "--device", "cpu"], capsys)

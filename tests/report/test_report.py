@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,7 +21,7 @@ from make_run import make_run
 
 from fedbayes import report, uncertainty
 from fedbayes.errors import RunError
-from fedbayes.report import tables
+from fedbayes.report import prose, tables
 from fedbayes.report.runs import Run
 
 
@@ -253,6 +254,63 @@ def test_torn_last_line_is_forgiven_and_a_broken_one_is_named(tmp_path):
     file.write_text('{"kind":"rou\n' + whole)
     with pytest.raises(RunError, match="line 1"):
         report.write([path])
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "garbage", "bits", "list"])
+@pytest.mark.parametrize("name", ["config.toml", "partition.json", "predictions-test.npz"])
+def test_a_damaged_file_is_named_in_one_sentence(folder, tmp_path, name, damage):
+    file = shutil.copytree(folder, tmp_path / "run") / name
+    whole = file.read_bytes()
+    middle = len(whole) // 2
+    broken = {"half": whole[:middle], "bits": whole[:middle] + bytes(99) + whole[middle + 99 :], "list": b"[1, 2]"}
+    file.write_bytes({"empty": b"", "garbage": b"\xff{[" * 50, **broken}[damage])
+    if (name, damage) == ("config.toml", "empty"):  # valid TOML that sets nothing
+        report.write([tmp_path / "run"])
+        return
+    with pytest.raises(RunError, match=name) as caught:
+        report.write([tmp_path / "run"])
+    assert "\n" not in str(caught.value)
+
+
+def test_predictions_and_labels_that_do_not_match_are_refused(folder, tmp_path):
+    file = shutil.copytree(folder, tmp_path / "run") / "predictions-test.npz"
+    stored = dict(np.load(file))
+    np.savez(file, **stored | {"labels": stored["labels"][:5]})
+    with pytest.raises(RunError, match=r"predictions-test\.npz .*do not match"):
+        report.write([tmp_path / "run"])
+
+
+def words_of(path, **changes):
+    file = path / "config.toml"
+    settings = {f'{name} = "{old}"': f'{name} = "{new}"' for name, (old, new) in changes.items()}
+    text = file.read_text()
+    for old, new in settings.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    file.write_text(text)
+    return prose.opening(Run(path))
+
+
+def test_the_opening_says_what_was_done(tmp_path):
+    path = make_run(tmp_path / "run", rounds=1, predictions=False)
+    assert prose.spread_of(Run(path)).endswith("after round 1.")
+    assert "few examples of few classes" in words_of(path, scheme=("dirichlet", "odd-one"))
+    assert "a Monte-Carlo-dropout " in words_of(path, kind=("flipout", "dropout"))
+    file = path / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"clients": 10', '"clients": 1'))
+    alone = prose.opening(Run(path))
+    assert "in one place" in alone
+    assert "fused" not in alone
+
+
+def test_all_right_is_no_certainty(tmp_path):
+    path = make_run(tmp_path / "run", rounds=1)
+    stored = dict(np.load(path / "predictions-test.npz"))
+    n = len(stored["labels"])
+    right = np.eye(10, dtype=np.float32)[stored["labels"]][None]
+    np.savez(path / "predictions-test.npz", **stored | {"probabilities": right})
+    said = prose.cards(Run(path))[0][2]
+    assert said == f"{100 * n / (n + 1.96**2):.1f} to 100.0 %: 95 % interval from {n:,} inputs"
 
 
 def test_wrong_folders_get_one_sentence(tmp_path):

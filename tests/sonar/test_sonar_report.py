@@ -3,12 +3,14 @@
 import base64
 import io
 import re
+import warnings
 
 import numpy as np
 import pytest
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("matplotlib", reason="figures need the report extra")
+
 
 from fedbayes import config  # noqa: E402
 from fedbayes.data import load  # noqa: E402
@@ -69,6 +71,10 @@ def test_the_queue_shows_and_lets_listen(tmp_path, picture, monkeypatch):
     assert rate == 8000
     assert 1.0 <= len(samples) / rate <= 6.0
     assert 0.6 < np.abs(samples).max() <= 0.7001
+    saved = {f.name for f in (tmp_path / "figures").iterdir()}
+    assert {
+        f"{name}.{ending}" for name in ("queue-1", "queue-2", "unseen-1") for ending in ("png", "svg", "csv")
+    } <= saved
     assert "http" not in re.sub(r'xmlns(:xlink)?="[^"]+"|<!DOCTYPE[^>]+>', "", page)
 
 
@@ -96,3 +102,23 @@ def test_a_folder_that_has_gone_is_said(tmp_path):
     page = queue(Run(tmp_path))
     assert page is not None
     assert "not at hand" in page
+
+
+def test_a_folder_of_one_s_own_that_has_gone_is_said_too(tmp_path, write, make_tone):
+    for label in ("low", "high"):
+        for i in range(3):
+            write(tmp_path / "heard" / label / f"{i}.wav", make_tone(2.0, 8000, seed=i + 9 * (label == "low")), 8000)
+    write(tmp_path / "heard" / "low" / "silent.wav", np.zeros(8000), 8000)
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.warns(UserWarning, match=r"silent\.wav"):
+        finished(run, tmp_path / "heard")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what was left out is said when the run is made, not again by its report
+        assert "The queue" in (queue(Run(run)) or "")
+    (run / "predictor.json").write_text('{"input_shape": [1, 8, 16]}')
+    (tmp_path / "heard").rename(tmp_path / "elsewhere")
+    module._load.cache_clear()
+    assert "not at hand" in (queue(Run(run)) or "")
+    (run / "predictor.json").write_text('{"input_shape": [1, 28, 28]}')
+    assert queue(Run(run)) is None

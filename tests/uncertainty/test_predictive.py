@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -170,3 +173,37 @@ def test_arrays_are_welcome():
     assert u.summarize(p.numpy().astype(">f4" if p.dtype == torch.float32 else ">f8"), labels) == expected
     turned = u.summarize(p.numpy()[:, ::-1], labels[::-1])
     assert turned == pytest.approx(expected)
+
+
+def test_entropy_takes_arrays_of_any_shape_and_refuses_logits():
+    rows = np.array([[[0.5, 0.5], [1, 0]], [[0.25, 0.75], [0, 1]]])
+    oracle = [[1, 0], [-(0.25 * math.log(0.25) + 0.75 * math.log(0.75)) / math.log(2), 0]]
+    np.testing.assert_allclose(u.entropy(rows), oracle)
+    assert u.entropy([0.5, 0.5]).item() == 1
+    for wrong in (torch.tensor([[2.0, -3.0]]), [math.nan, 1.0], 0.5, [], "x"):
+        with pytest.raises(u.UncertaintyError):
+            u.entropy(wrong)
+
+
+MEMORY = """
+import torch
+from fedbayes import uncertainty
+def resident(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) / 1024
+p = torch.rand(25, 10_000, 100)
+for sample in p:
+    sample /= sample.sum(-1, keepdim=True)
+y = torch.zeros(10_000, dtype=torch.int64)
+uncertainty.summarize(p[:, :200].clone(), y[:200])
+open("/proc/self/clear_refs", "w").write("5")
+before = resident("VmRSS")
+uncertainty.summarize(p, y)
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks of memory are read from Linux's /proc")
+def test_little_memory_is_needed_beside_the_input():
+    """Not 20 times the mean prediction, to which the heap grows when small results are kept among large temporaries."""
+    found = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    assert float(found.stdout) < 100, "MB beside an input of 100"

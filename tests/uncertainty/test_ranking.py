@@ -102,6 +102,8 @@ def test_risk_coverage_and_area():
     assert u.accuracy_at(scores, correct, 0.01) == 1.0
     with pytest.raises(u.UncertaintyError, match="outside"):
         u.accuracy_at(scores, correct, 0.0)
+    with pytest.raises(u.UncertaintyError, match="outside"):
+        u.accuracy_at(scores, correct, "half")  # type: ignore[arg-type]
 
 
 def test_summary_ranks_with_each_uncertainty():

@@ -61,3 +61,10 @@ def test_overall_reliability_is_the_mean():
         u.reliability_index([0.0, 0.0])
     with pytest.raises(u.UncertaintyError, match="no groups"):
         u.overall_reliability([])
+
+
+def test_arrays_and_lists_will_do():
+    held = {"w": (torch.tensor([1.0, 2.0]), torch.tensor([0.25, 4.0]))}
+    plain = {"w": ([1.0, 2.0], np.array([0.25, 4.0]))}
+    assert u.sigma_by_layer(plain) == u.sigma_by_layer(held)
+    assert u.signal_to_noise(plain) == u.signal_to_noise(held)

@@ -59,6 +59,10 @@ class Examples:
         return Examples(self.inputs.to(device), self.labels.to(device), self.columns)
 
 
+RESERVED = ("test", "validation")
+"""Names of splits: no out-of-distribution set may have one, for it would take the split's place in the run directory."""
+
+
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """A learning task: what is trained on, what is judged on, and what the classes are called.
@@ -75,6 +79,14 @@ class Dataset:
     unlabelled: Examples | None = None
     ood: Mapping[str, Examples] = field(default_factory=dict)
     notes: str = ""
+
+    def __post_init__(self) -> None:
+        for name in self.ood:
+            if name in RESERVED or not name or "/" in name:
+                raise DataError(
+                    f"an out-of-distribution set cannot be called '{name}': a run's files are named after it, so it must not "
+                    f"be {' or '.join(RESERVED)}, and hold no '/'."
+                )
 
     @property
     def input_shape(self) -> tuple[int, ...]:

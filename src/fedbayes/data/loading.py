@@ -13,7 +13,7 @@ import torch
 from ..errors import DataError
 from ..seeds import numpy_rng
 from .arrays import npz_inputs
-from .examples import Dataset, Examples
+from .examples import RESERVED, Dataset, Examples
 from .matching import match
 from .sources import PATH_SOURCES, Request, data_directory, get_source
 from .splits import balanced_subset
@@ -81,7 +81,7 @@ def load(
     if data.ood:
         other = load_source(data.ood, sonar=sonar, data_dir=data_dir, seed=seed, test_only=True).test
         found = match(other, dataset.train, f"'{data.ood}' as out-of-distribution set for '{data.name}'")
-        dataset = replace(dataset, ood={**dataset.ood, short_name(data.ood): found})
+        dataset = replace(dataset, ood={**dataset.ood, _free_name(short_name(data.ood), dataset): found})
     return replace(
         dataset,
         train=limited(dataset.train, data.limit, seed, "train"),
@@ -93,6 +93,12 @@ def load(
 def short_name(name: str) -> str:
     """Return a data set's name as it appears in records and file names: of a path, the last part without ending."""
     return Path(name).stem if get_source(name).name in PATH_SOURCES else name
+
+
+def _free_name(name: str, dataset: Dataset) -> str:
+    """Return the name, numbered where a split or another out-of-distribution set has it: a file may be called ``test.npz``."""
+    taken = {*RESERVED, *dataset.ood}
+    return next(n for n in (name, *(f"{name}-{i}" for i in range(2, len(taken) + 3))) if n not in taken)
 
 
 def limited(examples: Examples, limit: int, seed: int, split: str) -> Examples:

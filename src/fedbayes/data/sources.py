@@ -139,11 +139,14 @@ def get_source(name: str) -> Source:
     if name in known:
         return known[name]
     path = Path(name).expanduser()
-    if path.suffix == ".npz" and "npz" in known:
+    if path.suffix.lower() == ".npz" and "npz" in known:
         return known["npz"]
     if (path.is_dir() or path.suffix.lower() in (".csv", ".tsv")) and "folder" in known:
         return known["folder"]
-    raise DataError(f"no data set is called '{name}': {nearest(name, [n for n in known if n not in PATH_SOURCES])}")
+    where = ", and no folder of recordings is there" if os.sep in name else ""
+    raise DataError(
+        f"no data set is called '{name}'{where}: {nearest(name, [n for n in known if n not in PATH_SOURCES])}"
+    )
 
 
 PATH_SOURCES = ("npz", "folder")

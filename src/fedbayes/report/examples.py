@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -43,7 +44,9 @@ def _load(path: str) -> Inputs:
         from ..data import load
 
         experiment = config.read(Path(path) / "config.toml")
-        data = load(experiment.data, sonar=experiment.sonar, data_dir=None, seed=experiment.seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of files left out: the run has said so
+            data = load(experiment.data, sonar=experiment.sonar, data_dir=None, seed=experiment.seed)
     except (FedBayesError, OSError, ImportError) as error:
         return Inputs(None, {}, f"The inputs themselves cannot be shown: {error}")
     return Inputs(data.test.inputs.cpu().numpy(), dict(data.test.columns), labels=data.test.labels.cpu().numpy())

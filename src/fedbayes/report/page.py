@@ -204,7 +204,7 @@ def _groups_of_inputs(run: Run) -> Part:
         return Part("groups", "")
     rows = []
     for column, every in inputs.columns.items():
-        if len(every) <= int(test.indices.max()):
+        if len(every) <= int(test.indices.max()) or np.asarray(every).dtype.kind == "f":  # measurements are no groups
             continue
         here = np.asarray(every)[test.indices]
         names = np.unique(here)
@@ -246,10 +246,12 @@ def _cost(run: Run) -> Part:
     seconds = [float(e.get("seconds") or 0) for e in run.rounds]
     last = run.rounds[-1]
     engine, sent = last.get("engine") or {}, last.get("bytes") or {}
-    words = [
-        f"A round took {prose.duration(float(np.median(seconds)))} (median), "
-        f"{'all' if run.end else 'the'} {prose.plural(len(run.rounds), 'round')} {prose.duration(sum(seconds))}."
-    ]
+    words = [f"The round took {prose.duration(seconds[0])}."]
+    if len(seconds) > 1:
+        median = prose.duration(float(np.median(seconds)))
+        words = [
+            f"A round took {median} (median), the {prose.number(len(seconds))} rounds {prose.duration(sum(seconds))}."
+        ]
     if run.shared:
         words[0] += " It trained in one launch with other runs: these times are the launch's, not its own."
     elif engine.get("lanes"):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import uncertainty
+from ..predictor import interval
 from .runs import Run
 
 KINDS = {
     "deterministic": "an ordinary (deterministic) {}",
-    "dropout": "a {} with Monte-Carlo dropout",
+    "dropout": "a Monte-Carlo-dropout {}",
     "flipout": "a Bayesian {} (Flipout)",
     "local": "a Bayesian {} (local reparameterisation)",
     "sample": "a Bayesian {} (sampled weights)",
@@ -93,6 +95,7 @@ def split_of(run: Run) -> str:
         "step": "with two kinds of clients, each strong in its own classes (step)",
         "quantity": f"in unequal amounts (α = {alpha})",
         "column": f"as they came: by {run.setting('partition.column', 'owner')}",
+        "odd-one": "alike but for one client, which held few examples of few classes (odd-one)",
     }.get(str(scheme), "as configured")
 
 
@@ -101,16 +104,23 @@ def opening(run: Run) -> str:
     start, last = run.start, (run.rounds or [{}])[-1]
     clients = int(start.get("clients") or len((run.partition or {}).get("clients", ())))
     kind = str(run.setting("model.kind", ""))
-    network = KINDS.get(kind, "a {}").format(network_name(str(run.setting("model.name", "network"))))
+    name = network_name(str(run.setting("model.name", "network")))
+    network = KINDS.get(kind, "a {}").format(name)
     fusion = last.get("fusion") or {}
     rule = str(fusion.get("rule") or run.setting("fusion.rule", ""))
     effort = int(run.setting("local.steps", 0) or 0)
     effort_words = plural(effort, "step") if effort else plural(int(run.setting("local.epochs", 1) or 1), "epoch")
     fraction = float(run.setting("participation.fraction", 1.0))
-    who = "each client" if fraction >= 1 else f"a {fraction:.0%} draw of the clients"
+    who = "each client" if fraction >= 1 else f"each client of a {fraction * 100:.3g} % draw"
+    held = f"{start.get('train', 0):,} training examples of {run.setting('data.name', start.get('data', 'the data'))}"
+    if clients == 1:
+        parts = [
+            f"All {held} lay in one place, where in {plural(len(run.rounds), 'round')} {network} was trained for {effort_words} "
+            "each: no federation, but what one is measured against."
+        ]
+        return " ".join([*parts, _verdict(run)])
     parts = [
-        f"{plural(clients, 'client')} held {start.get('train', 0):,} training examples of "
-        f"{run.setting('data.name', start.get('data', 'the data'))}, shared out {split_of(run)}.",
+        f"{plural(clients, 'client')} held {held}, shared out {split_of(run)}.",
         f"In {plural(len(run.rounds), 'round')} {who} trained {network} for {effort_words} on its own data, and the "
         f"server fused what they sent by {RULES.get(rule, rule or 'the configured rule')}, "
         f"{WEIGHTS.get(str(fusion.get('weighting') or run.setting('fusion.weighting', '')), 'weighted as configured')}.",
@@ -189,6 +199,8 @@ def spread_of(run: Run) -> str:
     (first, a), (last, b) = spreads[0], spreads[-1]
     x, y = a.get("q50") or a.get("mean"), b.get("q50") or b.get("mean")
     text = f"The median sigma of the weights went from {small(x)} in round {first} to {small(y)} in round {last}."
+    if first == last:
+        text = f"The median sigma of the weights was {small(y)} after round {last}."
     if collapsed(run):
         text += (
             f" The posterior has collapsed (by round {collapse_round(run)}): the network is a point model in all but name, and its epistemic uncertainty says "
@@ -226,6 +238,15 @@ def collapsed(run: Run) -> bool:
     return collapse_round(run) is not None
 
 
+def _recordings(run: Run) -> int:
+    """How many recordings the test inputs were cut from; 0 where they are no parts of recordings."""
+    from .examples import test_inputs
+
+    test = run.predictions("test")
+    names = test_inputs(run).columns.get("recording") if test else None
+    return 0 if test is None or names is None else len(np.unique(np.asarray(names)[test.indices]))
+
+
 def cards(run: Run) -> list[tuple[str, str, str]]:
     """The few numbers that matter: (name, value, what it means)."""
     m = run.headline
@@ -234,8 +255,10 @@ def cards(run: Run) -> list[tuple[str, str, str]]:
     test = run.predictions("test")
     n = test.probabilities.shape[1] if test else int(run.evaluations()[-1].get("examples", 0))
     accuracy = m.get("accuracy", math.nan)
-    error = 196 * math.sqrt(max(accuracy * (1 - accuracy), 0) / n) if n and math.isfinite(accuracy) else math.nan
-    sure = f"± {error:.1f} points: sampling error of {n:,} inputs" if math.isfinite(error) else ""
+    independent = _recordings(run) or n  # segments of one recording repeat each other
+    low, high = interval(accuracy, independent) if independent and math.isfinite(accuracy) else (math.nan, math.nan)
+    units = plural(independent, "recording" if _recordings(run) else "input")
+    sure = f"{low * 100:.1f} to {high * 100:.1f} %: 95 % interval from {units}" if math.isfinite(low) else ""
     rows = [
         ("Accuracy", f"{figure(accuracy, 100)} %", sure),
         ("NLL", figure(m.get("nll"), 1, 3), "nats per input; lower is better"),

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from .. import uncertainty
+from ..data.arrays import read_npz
 from ..errors import RunError
+from ..rundir import reading
 
 Event = dict[str, Any]
 
@@ -57,12 +59,10 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The resolved configuration (``config.toml``), or {} where there is none."""
         file = self.path / "config.toml"
-        try:
-            return _printable(tomllib.loads(file.read_text(encoding="utf-8")))
-        except FileNotFoundError:
+        if not file.exists():
             return {}
-        except tomllib.TOMLDecodeError as error:
-            raise RunError(f"{file} is not valid TOML ({error}).") from None
+        with reading(file):
+            return _printable(tomllib.loads(file.read_text(encoding="utf-8")))
 
     def setting(self, key: str, default: Any = None) -> Any:
         """One value of the configuration by its dotted name."""
@@ -160,10 +160,13 @@ class Run:
     def partition(self) -> dict[str, Any] | None:
         """Content of ``partition.json``: clients with counts per class."""
         file = self.path / "partition.json"
-        try:
-            return _printable(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
-        except json.JSONDecodeError as error:
-            raise RunError(f"{file} is not JSON ({error}).") from None
+        if not file.exists():
+            return None
+        with reading(file):
+            found = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(found, dict):
+                raise RunError("it is no JSON object")
+            return _printable(found)
 
     def predictions(self, name: str = "test") -> Predictions | None:
         """The stored predictions ``predictions-NAME.npz``, or None."""
@@ -173,13 +176,16 @@ class Run:
     def _predictions(self) -> dict[str, Predictions]:
         out = {}
         for file in sorted(self.path.glob("predictions-*.npz")):
-            try:
-                with np.load(file) as data:
-                    p = data["probabilities"]
-                    indices = data["indices"] if "indices" in data.files else np.arange(p.shape[1])
-                    out[file.stem.removeprefix("predictions-")] = Predictions(p, data["labels"], indices)
-            except (KeyError, ValueError, OSError, EOFError) as error:
-                raise RunError(f"{file} holds no predictions written by fedbayes ({error}).") from None
+            with reading(file):
+                data = read_npz(file)
+                p, labels = data["probabilities"], data["labels"]
+                indices = data["indices"] if "indices" in data else np.arange(p.shape[1])
+                if labels.shape != p.shape[1:2] or indices.shape != labels.shape:
+                    raise RunError(
+                        f"probabilities {p.shape}, labels {labels.shape} and indices {indices.shape} do not match"
+                    )
+                uncertainty.predictive_mean(p)  # refuses what are no probabilities
+                out[file.stem.removeprefix("predictions-")] = Predictions(p, labels, indices)
         return out
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import html
 import io
+import json
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,13 +21,17 @@ from ..data.sonar.pictures import Picture as SoundPicture
 from ..data.sonar.pictures import axes_of, make_picture
 from ..data.sonar.pooling import Pooled, confusion, pool
 from ..data.sonar.recordings import Recording, Unreadable, libraries, read
+from ..data.sources import get_source
 from ..errors import FedBayesError
 from ..experiment import Experiment
+from ..rundir import reading
 from . import style
 from .figures import percent_axis, short_names, top_labels
 from .pictures import drawing, inline_figure, matplotlib_modules, panel
 from .runs import Predictions, Run
 
+SOUND = ("sonar-synthetic", "deepship", "shipsear", "watkins", "folder")
+"""Sources whose examples are cut from recordings."""
 SHOWN = 8
 """Recordings in the queue."""
 STRANGERS = 2
@@ -51,7 +57,9 @@ class _Material:
 @lru_cache(maxsize=4)
 def _load(path: str) -> tuple[Experiment, Dataset]:
     experiment = config.read(Path(path) / "config.toml")
-    return experiment, load(experiment.data, sonar=experiment.sonar, seed=experiment.seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of files left out: the run has said so
+        return experiment, load(experiment.data, sonar=experiment.sonar, seed=experiment.seed)
 
 
 def queue(run: Run) -> str | None:
@@ -71,13 +79,16 @@ def queue(run: Run) -> str | None:
 
 
 def _is_sonar(run: Run) -> bool:
-    name = str(run.setting("data.name", ""))
-    path = Path(name).expanduser()
-    return (
-        name in ("sonar-synthetic", "deepship", "shipsear", "watkins")
-        or path.is_dir()
-        or path.suffix.lower() in (".csv", ".tsv")
-    )
+    """Whether a run learned from recordings: by its data set or, where a folder has gone, by the shape of its inputs."""
+    try:
+        return get_source(str(run.setting("data.name", ""))).name in SOUND
+    except FedBayesError:
+        card, toml = run.path / "predictor.json", run.path / "config.toml"
+        if not (card.exists() and toml.exists()):
+            return False
+        with reading(card):
+            shape = json.loads(card.read_text(encoding="utf-8"))["input_shape"]
+        return shape == list(make_picture(config.read(toml).sonar).shape)
 
 
 def _pool(predictions: Predictions, examples: Examples, experiment: Experiment, labelled: bool = True) -> Pooled:
@@ -213,7 +224,8 @@ def _item(
     )
     figure = _tile(m, examples.inputs[row].cpu(), pooled.probabilities[:, number].numpy(), truth)
     drawn = inline_figure(figure, name=name, title=caption, caption=caption, header=("class", "probability"),
-                          rows=list(zip(m.run.classes, pooled.probabilities.mean(0)[number].tolist(), strict=True)))  # fmt: skip
+                          rows=list(zip(m.run.classes, pooled.probabilities.mean(0)[number].tolist(), strict=True)),
+                          folder=m.run.path / "figures")  # fmt: skip
     sound = _audio(m, columns)
     if not sound or len(sound) > budget:
         return f"<div>{drawn}</div>", 0

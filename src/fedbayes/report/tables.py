@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..predictor import interval
 from . import prose
 from .runs import Run
 
@@ -355,7 +356,8 @@ def _sampling(t: Table) -> str:
         evaluations = g.runs[0].evaluations("test")
         n, a = int(evaluations[-1].get("examples", 0)) if evaluations else 0, g.runs[0].headline.get("accuracy")
         if n and a is not None and math.isfinite(a):
-            errors.append((196 * math.sqrt(a * (1 - a) / n), n))
+            bounds = interval(a, n)
+            errors.append((50 * (bounds[1] - bounds[0]), n))
     if not errors:
         return ""
     sizes = sorted({n for _, n in errors})

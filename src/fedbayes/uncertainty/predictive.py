@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ._checks import UncertaintyError, as_probabilities, check_values, chunks, raise_for_values, working_type
+from ._checks import (
+    UncertaintyError,
+    as_numbers,
+    as_probabilities,
+    check_values,
+    chunks,
+    raise_for_values,
+    working_type,
+)
 
 UNCERTAINTIES = ("entropy", "aleatoric", "epistemic", "mutual_information")
 """The names by which inputs can be ranked from sure to unsure."""
@@ -21,7 +29,7 @@ def predictive_mean(probabilities: Any) -> Tensor:
     M equal samples give exactly that sample, whatever rounding a sum of M would bring.
     """
     p = as_probabilities(probabilities)
-    return torch.cat([_mean_and_deltas(_load(p, s))[0] for s in chunks(p)])
+    return assembled(p, lambda q: {"mean": _mean_and_deltas(q)[0]})["mean"]
 
 
 def per_example(probabilities: Any) -> dict[str, Tensor]:
@@ -36,9 +44,8 @@ def per_example(probabilities: Any) -> dict[str, Tensor]:
 
     aleatoric + epistemic = 1 - |mean|^2, the variance of a one-hot draw from the mean prediction.
     """
-    p = as_probabilities(probabilities)
-    parts = [_per_example(p, s) for s in chunks(p)]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0] if name != "mean"}
+    values = every_value(as_probabilities(probabilities))
+    return {name: value for name, value in values.items() if name != "mean"}
 
 
 def covariances(probabilities: Any) -> tuple[Tensor, Tensor]:
@@ -47,18 +54,29 @@ def covariances(probabilities: Any) -> tuple[Tensor, Tensor]:
     Memory grows with N C²; for the traces use ``per_example``.
     """
     p = as_probabilities(probabilities)
-    aleatoric, epistemic = [], []
-    for s in chunks(p):
-        q = _load(p, s)
+
+    def both(q: Tensor) -> dict[str, Tensor]:
         _, deltas = _mean_and_deltas(q)
-        epistemic.append(torch.einsum("mnc,mnd->ncd", deltas, deltas) / len(q))
         second = torch.einsum("mnc,mnd->ncd", q, q) / len(q)
-        aleatoric.append(torch.diag_embed(q.mean(0)) - second)
-    return torch.cat(aleatoric), torch.cat(epistemic)
+        return {
+            "aleatoric": torch.diag_embed(q.mean(0)) - second,
+            "epistemic": torch.einsum("mnc,mnd->ncd", deltas, deltas) / len(q),
+        }
+
+    found = assembled(p, both)
+    return found["aleatoric"], found["epistemic"]
 
 
-def entropy(mean: Tensor) -> Tensor:
+def entropy(mean: Any) -> Tensor:
     """Normalised entropy of each row of (..., C): 0 for a certain class, 1 for all classes alike (Fischer eq. 8)."""
+    p = as_numbers(mean, "probabilities")
+    if p.ndim == 0:
+        raise UncertaintyError("probabilities are a single number; a row of them, one per class, is needed.")
+    rows = as_probabilities(p.reshape(1, -1, p.shape[-1]) if p.numel() else p[None, None])
+    return _entropy(_load(rows, slice(0, rows.shape[1]))[0]).reshape(p.shape[:-1])
+
+
+def _entropy(mean: Tensor) -> Tensor:
     classes = mean.shape[-1]
     if classes == 1:
         return torch.zeros_like(mean[..., 0])
@@ -76,17 +94,17 @@ def predictive_variance(probabilities: Any, reading: Literal["sum", "mean", "pre
     p = as_probabilities(probabilities)
     if reading not in ("sum", "mean", "predicted"):
         raise UncertaintyError(f"reading '{reading}' of the predictive variance is unknown; sum, mean, predicted are.")
-    out = []
-    for s in chunks(p):
-        mean, deltas = _mean_and_deltas(_load(p, s))
+
+    def read(q: Tensor) -> dict[str, Tensor]:
+        mean, deltas = _mean_and_deltas(q)
         variance = (deltas**2).mean(0)
         if reading == "sum":
-            out.append(variance.sum(-1))
-        elif reading == "mean":
-            out.append(variance.mean(-1))
-        else:
-            out.append(variance.gather(-1, first_argmax(mean)[:, None])[:, 0])
-    return torch.cat(out)
+            return {reading: variance.sum(-1)}
+        if reading == "mean":
+            return {reading: variance.mean(-1)}
+        return {reading: variance.gather(-1, first_argmax(mean)[:, None])[:, 0]}
+
+    return assembled(p, read)[reading]
 
 
 def first_argmax(rows: Tensor) -> Tensor:
@@ -102,6 +120,26 @@ def ranking_scores(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     votes summed in another order) then ties, whatever its size, and no difference that a float32 could show is lost.
     """
     return {name: values[name].float().to(values[name].dtype) for name in UNCERTAINTIES}
+
+
+def assembled(p: Tensor, work: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Results of ``work``, done on some examples at a time, for all of them.
+
+    They are written into tensors made beforehand: small results kept among large temporaries would scatter over the
+    heap, and it would grow with every chunk.
+    """
+    found: dict[str, Tensor] = {}
+    for s in chunks(p):
+        for name, value in work(_load(p, s)).items():
+            if name not in found:
+                found[name] = value.new_empty((p.shape[1], *value.shape[1:]))
+            found[name][s] = value
+    return found
+
+
+def every_value(p: Tensor) -> dict[str, Tensor]:
+    """``per_example`` of probabilities (M, N, C), and the ``mean`` prediction (N, C)."""
+    return assembled(p, _per_example)
 
 
 def _load(p: Tensor, s: slice) -> Tensor:
@@ -121,8 +159,7 @@ def _mean_and_deltas(q: Tensor) -> tuple[Tensor, Tensor]:
     return mean, q - mean
 
 
-def _per_example(p: Tensor, s: slice) -> dict[str, Tensor]:
-    q = _load(p, s)
+def _per_example(q: Tensor) -> dict[str, Tensor]:
     mean, deltas = _mean_and_deltas(q)
     epistemic = (deltas**2).mean(0).sum(-1)
     prediction = first_argmax(mean)
@@ -130,7 +167,7 @@ def _per_example(p: Tensor, s: slice) -> dict[str, Tensor]:
         "mean": mean,
         "prediction": prediction,
         "confidence": mean.gather(-1, prediction[:, None])[:, 0],
-        "entropy": entropy(mean),
+        "entropy": _entropy(mean),
         "aleatoric": (q.sum(-1) - (q**2).sum(-1)).mean(0).clamp(min=0),
         "epistemic": epistemic,
         "mutual_information": _information(q, mean, deltas),

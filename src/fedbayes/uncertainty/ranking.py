@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -159,8 +160,8 @@ def risk_coverage(scores: Any, correct: Any) -> Curve:
 
 def accuracy_at(scores: Any, correct: Any, retained: float) -> float:
     """Accuracy to expect when only the surest ``retained`` share of inputs is answered (at least one input)."""
-    if not 0 < retained <= 1:
-        raise UncertaintyError(f"retained share {retained} is outside (0, 1].")
+    if not isinstance(retained, Real) or not 0 < retained <= 1:
+        raise UncertaintyError(f"retained share {retained!r} is outside (0, 1].")
     curve = retained_curve(scores, correct)
     k = max(1, round(retained * len(curve.x)))
     return float(curve.y[k - 1])

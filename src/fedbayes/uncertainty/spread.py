@@ -19,7 +19,7 @@ def sigma_by_layer(gaussians: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
     ``gaussians`` is ``Posterior.gaussians``: name to (mean, variance). Empty for a deterministic network.
     """
-    return {name: _spread(variance.double().sqrt()) for name, (_, variance) in gaussians.items()}
+    return {name: _spread(_numbers(variance, name).sqrt()) for name, (_, variance) in gaussians.items()}
 
 
 def signal_to_noise(gaussians: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -30,7 +30,7 @@ def signal_to_noise(gaussians: Mapping[str, Any]) -> dict[str, dict[str, float]]
     """
     out = {}
     for name, (mean, variance) in gaussians.items():
-        mean, sigma = mean.double().abs(), variance.double().sqrt()
+        mean, sigma = _numbers(mean, name).abs(), _numbers(variance, name).sqrt()
         ratio = torch.where(mean == 0, torch.zeros_like(mean), mean / sigma)
         row = _spread(ratio)
         median = row["q50"]
@@ -59,6 +59,10 @@ def overall_reliability(groups: Sequence[Sequence[float]], ddof: int = 0) -> flo
     if not groups:
         raise UncertaintyError("no groups of accuracies were given; at least one is needed.")
     return sum(reliability_index(g, ddof) for g in groups) / len(groups)
+
+
+def _numbers(values: Any, name: str) -> Tensor:
+    return as_numbers(values, f"mean and variance of '{name}'").double()
 
 
 def _spread(values: Tensor) -> dict[str, float]:

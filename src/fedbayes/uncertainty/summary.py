@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import UncertaintyError, as_labels, as_probabilities, chunks
+from ._checks import UncertaintyError, as_labels, as_probabilities
 from .calibration import binned, brier, classwise_gap, nll
-from .predictive import UNCERTAINTIES, _per_example, per_example, ranking_scores
+from .predictive import UNCERTAINTIES, every_value, per_example, ranking_scores
 from .ranking import _sorted, auroc_of, detection, fpr95_of, retained_of
 
 AVERAGED = ("entropy", "aleatoric", "epistemic", "mutual_information", "predictive_variance")
@@ -29,8 +29,7 @@ def summarize(probabilities: Any, labels: Any, bins: int = 15) -> dict[str, floa
     """
     p = as_probabilities(probabilities)
     y = as_labels(labels, p)
-    parts = [_per_example(p, s) for s in chunks(p)]
-    v = {name: torch.cat([part.pop(name) for part in parts]) for name in tuple(parts[0])}
+    v = every_value(p)
     correct = v["prediction"] == y
     table = {
         "accuracy": correct.to(v["mean"].dtype).mean(),
