@@ -2,6 +2,7 @@
 
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from flower_cases import Clock, grid_of, local_run, over_grid, replaced, rounds_of, small
@@ -350,3 +351,14 @@ def test_a_full_disk_at_a_checkpoint_stops_with_a_sentence_and_resumes_to_the_sa
         assert again.restore()
         assert again.round == 1
         assert again.run().same_bits(local.posterior)
+
+
+def test_inputs_the_server_distils_on_need_not_be_on_a_node(tmp_path):
+    inputs = np.random.default_rng(0).integers(0, 256, (32, 8, 8), dtype=np.uint8)
+    np.savez(tmp_path / "server.npz", inputs=inputs)
+    changes = {"distill__enabled": True, "distill__data": str(tmp_path / "server.npz"), "distill__swa": "none"}
+    experiment = small(**changes, distill__epochs=1, rounds=1)
+    local, setup = local_run(experiment), runner.prepare(experiment)
+    (tmp_path / "server.npz").unlink()
+    federation, _ = over_grid(experiment, grid_of(2), setup)
+    assert federation.run().same_bits(local.posterior)
