@@ -290,6 +290,7 @@ _RANGES: list[tuple[str, typing.Callable[[Any], bool], str]] = [
     ("privacy.delta", lambda v: 0 < v < 1, "between 0 and 1"),
     ("local.betas", lambda v: all(0 <= b < 1 for b in v), "two numbers, each at least 0 and below 1"),
     ("schedule.milestones", lambda v: all(0 < m < 1 for m in v), "shares of the rounds between 0 and 1"),
+    ("data.name", lambda v: v.strip() != "", "a data set's name or a path (`fedbayes data list` shows the names)"),
     ("transport.mask_bits", lambda v: v in (32, 64), "32 or 64"),
     ("name", lambda v: v.strip() != "" and "/" not in v and not v.startswith(".") and min(v) >= " ", "a name without '/'"),
 ]  # fmt: skip

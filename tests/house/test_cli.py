@@ -77,6 +77,7 @@ def test_central_training_is_one_client(tmp_path):
         (["data", "fetch"], "name the data set"),
         (["data", "check", "mnits"], "mnist"),
         (["deploy", "digits"], "--local"),
+        (["run", "digits", "--data.name", ""], "'data.name' must be a data set's name or a path"),
         (["report", "/nowhere"], "/nowhere"),
         (["run"], "experiment"),
         (["data", "lst"], "fetch"),
