@@ -283,6 +283,23 @@ def test_resumed_federation_meets_its_nodes_again_and_ends_in_the_same_bits(tmp_
         assert again.run().same_bits(local.posterior)
 
 
+def test_a_run_begun_in_one_process_goes_on_over_flower_and_back(tmp_path):
+    from fedbayes.flower.server import Settings, serve
+
+    whole = local_run(small(rounds=3)).posterior
+    runner.run(small(rounds=1), tmp_path / "a", report=False)
+    serve(grid_of(2), Settings(small(rounds=2), str(tmp_path / "a"), resume=True, report=False))
+    assert runner.run(small(rounds=3), tmp_path / "a", resume=True, report=False).posterior.same_bits(whole)
+
+    kept = {"local__keep_state": True}  # optimisers do not travel
+    runner.run(small(rounds=1, **kept), tmp_path / "b", report=False)
+    with pytest.raises(RunError, match=r"begun as a simulation.*keep_state"):
+        serve(grid_of(2), Settings(small(rounds=2, **kept), str(tmp_path / "b"), resume=True))
+    serve(grid_of(2), Settings(small(rounds=1, **kept), str(tmp_path / "c"), report=False))
+    with pytest.raises(RunError, match=r"begun over Flower.*keep_state"):
+        runner.run(small(rounds=2, **kept), tmp_path / "c", resume=True)
+
+
 def test_own_optimiser_state_that_a_node_has_lost_is_missed_and_said(tmp_path):
     experiment = small(rounds=2, local__keep_state=True, participation__quorum=0.5)
     grid = grid_of(3)

@@ -186,7 +186,18 @@ class FlowerCohort:
         return {"sizes": dict(self.registry.sizes), "trained": dict(self._trained)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the clients of a checkpoint."""
+        """Continue with the clients of a checkpoint; a simulation's names none: they are those that the nodes have told."""
+        if "sizes" not in state:
+            if state.get("optimizers"):
+                raise RunError(
+                    "the run was begun as a simulation, and with 'local.keep_state' its clients' optimisers are not on the "
+                    "nodes: resume it with `fedbayes run`, or start again in another directory."
+                )
+            if any(m.own_data for m in self.registry.members.values()):
+                raise RunError(
+                    "the run was begun as a simulation, but the nodes bring their own data: choose another directory."
+                )
+            return
         self.registry.expect({int(c): int(n) for c, n in state["sizes"].items()})
         self._trained = {int(c): int(r) for c, r in state["trained"].items()}
 
