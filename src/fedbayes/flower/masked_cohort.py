@@ -22,7 +22,7 @@ from ..schedule import choose_clients
 from .cohort import POLL_SECONDS, FlowerCohort, alike, quorum_of
 from .masked_client import metrics_sent
 from .masking import LEAST_PARTIES, FixedPoint, check_keys, check_share, threshold_of, unmask
-from .records import LONGEST, account, payload_bytes, share_out
+from .records import account, payload_bytes, share_out, told
 
 T = TypeVar("T")
 
@@ -267,7 +267,7 @@ class MaskedRound:
 
     def _fail(self, client: int, reason: str) -> None:
         if client not in self.failures:
-            self.failures[client] = reason[:LONGEST]
+            self.failures[client] = told(reason)
             self.cohort.say(f"client {client}: {self.failures[client]}")
 
     def _enough(self, nodes: Any, what: str) -> None:

@@ -12,7 +12,7 @@ from .. import __version__
 from ..errors import PosteriorError, RunError
 from .client import layout_difference
 from .codecs import Layout
-from .records import LONGEST
+from .records import told
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Registry:
         except (KeyError, TypeError, ValueError):
             reason = "its answer to the census cannot be read."
         if reason:
-            self.refused[node] = reason = reason[:LONGEST]
+            self.refused[node] = reason = told(reason)
             return [f"{self.label(node)} is refused: {reason}"]
         assert isinstance(reply, RecordDict)
         about = reply.config_records["census"]
