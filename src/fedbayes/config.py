@@ -315,6 +315,11 @@ def _contradictions(e: Experiment) -> Iterator[str]:
         yield "'local.nesterov' needs 'local.momentum' above 0."
     if e.schedule.name == "exponential" and e.schedule.reading == "keep" and e.schedule.decay >= 1:
         yield f"'schedule.decay' must be below 1 where 'schedule.reading' is keep, not {e.schedule.decay:g}."
+    if e.schedule.factors and len(e.schedule.factors) != len(e.schedule.milestones) + 1:
+        yield (
+            f"'schedule.factors' must be one more than the milestones (the first for the rounds before them), not "
+            f"{len(e.schedule.factors)} for {len(e.schedule.milestones)}."
+        )
     if e.objective.prior == "previous" and e.objective.prior_layers:
         yield "'objective.prior_layers' has no meaning where 'objective.prior' is previous."
     if e.partition.scheme == "column" and not e.partition.column:
