@@ -69,6 +69,23 @@ def test_node_that_is_started_again_gets_its_assignment_again():
     assert any("is back" in s for s in said)
 
 
+def test_a_node_refused_for_its_config_takes_part_once_it_is_mended_and_started_again():
+    clock, wrong = Clock(), {"partition-id": 1, "num-partitions": 3, "data": "/nowhere/a.npz"}
+    grid = grid_of(configs=[{"partition-id": 0, "num-partitions": 3}, wrong, {"partition-id": 2, "num-partitions": 3}])
+    experiment = small(rounds=1, transport__wait=60.0)
+
+    def mend(seconds):
+        clock.time += seconds
+        node = grid.nodes[1001]
+        if clock.time > 5 and node.activations == 1:
+            node.config, node.activations = {"partition-id": 1, "num-partitions": 3}, 2
+
+    federation, said = over_grid(experiment, grid, clock=clock)
+    federation.cohort.sleep = mend
+    assert federation.run().same_bits(local_run(experiment).posterior)
+    assert sum("is refused" in s for s in said) == 1
+
+
 def test_node_that_went_away_and_came_back_under_another_number_gets_its_assignment():
     experiment = small(rounds=1, transport__wait=60.0)
     grid, clock = grid_of(3), Clock()
