@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import itertools
 import math
 import statistics
@@ -88,7 +89,11 @@ def grid(base: Experiment, axes: Mapping[str, Sequence[Any]], seeds: int | Seque
 
 
 def _slug(label: str) -> str:
-    return "".join(c if c.isalnum() or c in "=.-+" else "_" for c in label)
+    """A label as a folder's name; a long one (file systems allow 255 bytes) is cut and ends in a digest of the whole."""
+    slug = "".join(c if c.isalnum() or c in "=.-+" else "_" for c in label)
+    if len(slug.encode()) <= 200:
+        return slug
+    return slug.encode()[:180].decode(errors="ignore") + "-" + hashlib.sha256(label.encode()).hexdigest()[:12]
 
 
 def run_grid(

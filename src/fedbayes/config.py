@@ -290,6 +290,7 @@ _RANGES: list[tuple[str, typing.Callable[[Any], bool], str]] = [
     ("privacy.delta", lambda v: 0 < v < 1, "between 0 and 1"),
     ("local.betas", lambda v: all(0 <= b < 1 for b in v), "two numbers, each at least 0 and below 1"),
     ("schedule.milestones", lambda v: all(0 < m < 1 for m in v), "shares of the rounds between 0 and 1"),
+    ("data.name", lambda v: v.strip() != "", "a data set's name or a path (`fedbayes data list` shows the names)"),
     ("transport.mask_bits", lambda v: v in (32, 64), "32 or 64"),
     ("name", lambda v: v.strip() != "" and "/" not in v and not v.startswith(".") and min(v) >= " ", "a name without '/'"),
 ]  # fmt: skip
@@ -314,6 +315,11 @@ def _contradictions(e: Experiment) -> Iterator[str]:
         yield "'local.nesterov' needs 'local.momentum' above 0."
     if e.schedule.name == "exponential" and e.schedule.reading == "keep" and e.schedule.decay >= 1:
         yield f"'schedule.decay' must be below 1 where 'schedule.reading' is keep, not {e.schedule.decay:g}."
+    if e.schedule.factors and len(e.schedule.factors) != len(e.schedule.milestones) + 1:
+        yield (
+            f"'schedule.factors' must be one more than the milestones (the first for the rounds before them), not "
+            f"{len(e.schedule.factors)} for {len(e.schedule.milestones)}."
+        )
     if e.objective.prior == "previous" and e.objective.prior_layers:
         yield "'objective.prior_layers' has no meaning where 'objective.prior' is previous."
     if e.partition.scheme == "column" and not e.partition.column:

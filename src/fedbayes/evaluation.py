@@ -107,8 +107,9 @@ class Evaluator:
             return []
         owners, labels = self.splits[split].columns[partition.column], self.splits[split].labels.cpu()
         parts = []
-        for value in np.unique(owners):
-            rows = torch.from_numpy(np.flatnonzero(owners == value))
+        values, codes = np.unique(owners, return_inverse=True)  # by number, since NaN (not known) equals nothing
+        for number, value in enumerate(values):
+            rows = torch.from_numpy(np.flatnonzero(codes == number))
             metrics = uncertainty.summarize(p[:, rows], labels[rows], bins=self.experiment.evaluation.bins)
             parts.append({"split": f"test:{value}", "examples": len(rows), "metrics": metrics})
         return parts

@@ -164,7 +164,7 @@ class Participation:
     fraction: float = 1.0
     """Share of the clients drawn each round (at least one)."""
     quorum: float = 1.0
-    """Share of the drawn clients whose updates suffice to end the round (over Flower, where clients may fail)."""
+    """Share of the drawn clients whose answers suffice to end the round (over Flower, where clients may fail)."""
     deadline: float = 0.0
     """Seconds after which a round ends with what has arrived, if the quorum is met (0: none)."""
 

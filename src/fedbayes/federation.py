@@ -247,10 +247,16 @@ class Federation:
         current = self._open_round()
         self._absorb_waiting()
         self._screen_moves(current)
-        failures = [{"tensor": "", **f} for f in self.cohort.statistics().get("failures", ())]
-        self._check_quorum(current, failures)
         known = {r["client"] for r in current.refused}
-        current.refused += [f for f in failures if f["client"] not in known]
+        failures = [f for f in self.cohort.statistics().get("failures", ()) if f["client"] not in known]
+        for failure in failures:
+            if failure.get("answered"):  # with something that could not even be read as an update
+                self._refuse(failure["client"], "", failure["reason"])
+        absent = [
+            {"client": f["client"], "tensor": "", "reason": f["reason"]} for f in failures if not f.get("answered")
+        ]
+        self._check_quorum(current, absent)
+        current.refused += absent
         if self._holds_updates:
             self._fuse_held(current)
         current.fused = fused = current.accumulator.conclude()
@@ -304,7 +310,8 @@ class Federation:
         needed = max(1, math.ceil(self.experiment.participation.quorum * len(current.clients) - 1e-9))
         missing = sorted(set(current.clients) - set(current.arrived))
         if not current.arrived or (missing and len(current.arrived) + len(current.refused) < needed):
-            why = [f"client {r['client']}: {r['tensor']} {r['reason']}" for r in [*current.refused, *failures]]
+            every = [*current.refused, *failures]
+            why = [f"client {r['client']}: {r['tensor']} {r['reason']}".replace(":  ", ": ").rstrip(".") for r in every]
             reasons = "; ".join(why[:3]) + (f"; and {len(why) - 3} more" if len(why) > 3 else "")
             if len(why) >= len(current.clients) and all("NaN" in w or "infinite" in w for w in why):
                 reasons += "; where training diverges, lower 'local.learning_rate'"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_origin
 
 from . import config
 from .errors import ConfigError
@@ -52,9 +52,19 @@ def read_changes(arguments: Sequence[str]) -> dict[str, Any]:
             changes[name] = True
         elif not values:
             raise ConfigError(f"command line: --{name} needs a value.")
+        elif len(values) > 1 and not _is_list(name):
+            raise ConfigError(
+                f"command line: '{values[1]}' was not expected after --{name} {values[0]}; write changes as --key value."
+            )
         else:
-            changes[name] = values[0] if len(values) == 1 else ",".join(values)
+            changes[name] = ",".join(values)
     return changes
+
+
+def _is_list(name: str) -> bool:
+    """Whether a field takes several values (an unknown one is refused later, by its name)."""
+    key = config.keys().get(f"{name}.{config.PRINCIPAL[name]}" if name in config.PRINCIPAL else name)
+    return key is None or get_origin(key.type) is tuple
 
 
 def _help_with_fields(parser: argparse.ArgumentParser, name: str | None) -> None:

@@ -33,7 +33,7 @@ from .data import (
 from .data.partition import SCHEMES
 from .engine import resolve_device
 from .engine.plan import count_steps
-from .errors import ConfigError, FedBayesError, nearest
+from .errors import ConfigError, DataError, FedBayesError, nearest
 from .experiment import Experiment
 from .federation import options
 from .fusion import get_rule, get_weighting
@@ -83,6 +83,7 @@ def prepare(
     ``dataset`` and ``model`` replace what the experiment names: your own arrays, your own ``nn.Module`` (made
     Bayesian beforehand with ``fedbayes.nn.bayesianize``, or left as it is).
     """
+    _right_kinds(experiment, dataset, model)
     if dataset is not None:  # say so in config.toml: no later reader must take it for the set of that name
         experiment = _named(experiment, "data", f"python:{dataset.name}")
     if model is not None:
@@ -91,6 +92,8 @@ def prepare(
     check_names(experiment)
     if dataset is None:
         dataset = load(experiment.data, sonar=experiment.sonar, data_dir=data_dir, seed=experiment.seed)
+    if not len(dataset.test):
+        raise DataError(f"data set '{dataset.name}' has no test examples to judge the model on.")
     rest, validation, server, distilled = _server_shares(experiment, dataset)
     light = _without_inputs(dataset.train, rest)
     shards = [rest[p] for p in partition(experiment.partition, light, experiment.seed)]
@@ -100,7 +103,7 @@ def prepare(
         model = build_network(experiment, len(dataset.classes), dataset.input_shape)
     transform = make_transform(experiment.data, dataset.train, shards, dataset.test)
     start = posterior_of(model)
-    _fits(model, transform, dataset, start)
+    _fits(model, transform, dataset, start, experiment.local.batch_size)
     # refuse patterns that match nothing before any work
     layered_prior(start, experiment.objective.prior_std, experiment.objective.prior_layers)
     if captures_moment(experiment):
@@ -116,11 +119,23 @@ def prepare(
     )  # fmt: skip
 
 
-def _fits(model: nn.Module, transform: Transform, dataset: Dataset, start: Posterior) -> None:
+def _right_kinds(experiment: Any, dataset: Any, model: Any) -> None:
+    """Refuse things of another kind than ``prepare`` takes: arrays for a data set, a class for a network."""
+    for name, given, kind, way_out in (
+        ("experiment", experiment, Experiment, "fedbayes.Experiment(...) makes one, config.read(...) reads one"),
+        ("dataset", dataset, Dataset, "fedbayes.data.from_arrays(inputs, labels) makes one"),
+        ("model", model, nn.Module, "an instance, not its class or a function"),
+    ):
+        if not isinstance(given, kind) and (given is not None or kind is Experiment):
+            raise ConfigError(f"{name} must be of type {kind.__name__}, not {type(given).__name__}: {way_out}.")
+    if model is not None and any(map(nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
+        raise ConfigError("the network has lazy layers without weights yet; pass one example through it first.")
+
+
+def _fits(model: nn.Module, transform: Transform, dataset: Dataset, start: Posterior, batch_size: int) -> None:
     """Pass one example through the network: a wrong shape is said here, in one sentence, not in the middle of a round."""
     probe = copy.deepcopy(model).eval()
-    known = dataset.test if len(dataset.test) else dataset.train
-    inputs = transform(known.inputs[:1].cpu(), client=-1)
+    inputs = transform(dataset.test.inputs[:1].cpu(), client=-1)
     with torch.random.fork_rng(), torch.no_grad():
         try:
             answer = load_posterior(probe, start)(inputs)
@@ -128,6 +143,13 @@ def _fits(model: nn.Module, transform: Transform, dataset: Dataset, start: Poste
             raise ConfigError(
                 f"the network does not take inputs of shape {dataset.input_shape} ({str(error).splitlines()[0]}); build it "
                 "for this shape."
+            ) from None
+        try:
+            if batch_size == 1:
+                probe.train()(inputs)
+        except ValueError as error:  # batch-norm of a single number
+            raise ConfigError(
+                f"'local.batch_size' = 1: the network cannot train on single examples ({error})."
             ) from None
     if tuple(getattr(answer, "shape", ())) != (1, len(dataset.classes)):
         raise ConfigError(

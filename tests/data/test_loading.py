@@ -246,6 +246,17 @@ def test_own_arrays_that_do_not_fit(tmp_path, arrays, sentence):
         load(Data(name=str(tmp_path / "a.npz")))
 
 
+def test_names_as_pandas_keeps_them_are_names_and_missing_ones_are_empty():
+    labels = np.array(["cat", "dog"] * 5, object)
+    sites = {"site": np.array(["a", None, float("nan"), "b", "a"] * 2, object), "ward": np.array([b"x", b"y"] * 5)}
+    inputs = np.arange(20.0).reshape(10, 2)
+    dataset = from_arrays(inputs, labels, inputs, labels, columns=sites)
+    assert dataset.classes == ("cat", "dog")
+    assert dataset.train.labels.tolist() == [0, 1] * 5
+    assert dataset.train.columns["site"].tolist() == ["a", "", "", "b", "a"] * 2
+    assert dataset.train.columns["ward"].tolist() == ["x", "y"] * 5
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -257,6 +268,9 @@ def test_own_arrays_that_do_not_fit(tmp_path, arrays, sentence):
         ({"classes": "abc"}, "classes is 'abc'; give a list of names"),
         ({"columns": [1]}, "columns are of type list; give a dictionary"),
         ({"columns": {"site": 3}}, "column 'site' 1"),
+        ({"columns": {"site": np.array([1, "a"] * 3, object)}}, "column 'site' has values of the types int, str"),
+        ({"columns": {"site": np.zeros((6, 2))}}, r"column 'site' has shape \(6, 2\)"),
+        ({"labels": np.array([1, "a"] * 3, object)}, "object cannot be class labels"),
     ],
 )
 def test_arguments_that_are_no_arrays(arguments, sentence):

@@ -2,6 +2,7 @@
 
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from flower_cases import Clock, grid_of, local_run, over_grid, replaced, rounds_of, small
@@ -66,6 +67,23 @@ def test_node_that_is_started_again_gets_its_assignment_again():
     federation, said = over_grid(experiment, grid, clock=Clock())
     assert federation.run().same_bits(local_run(experiment).posterior)
     assert any("is back" in s for s in said)
+
+
+def test_a_node_refused_for_its_config_takes_part_once_it_is_mended_and_started_again():
+    clock, wrong = Clock(), {"partition-id": 1, "num-partitions": 3, "data": "/nowhere/a.npz"}
+    grid = grid_of(configs=[{"partition-id": 0, "num-partitions": 3}, wrong, {"partition-id": 2, "num-partitions": 3}])
+    experiment = small(rounds=1, transport__wait=60.0)
+
+    def mend(seconds):
+        clock.time += seconds
+        node = grid.nodes[1001]
+        if clock.time > 5 and node.activations == 1:
+            node.config, node.activations = {"partition-id": 1, "num-partitions": 3}, 2
+
+    federation, said = over_grid(experiment, grid, clock=clock)
+    federation.cohort.sleep = mend
+    assert federation.run().same_bits(local_run(experiment).posterior)
+    assert sum("is refused" in s for s in said) == 1
 
 
 def test_node_that_went_away_and_came_back_under_another_number_gets_its_assignment():
@@ -282,6 +300,23 @@ def test_resumed_federation_meets_its_nodes_again_and_ends_in_the_same_bits(tmp_
         assert again.run().same_bits(local.posterior)
 
 
+def test_a_run_begun_in_one_process_goes_on_over_flower_and_back(tmp_path):
+    from fedbayes.flower.server import Settings, serve
+
+    whole = local_run(small(rounds=3)).posterior
+    runner.run(small(rounds=1), tmp_path / "a", report=False)
+    serve(grid_of(2), Settings(small(rounds=2), str(tmp_path / "a"), resume=True, report=False))
+    assert runner.run(small(rounds=3), tmp_path / "a", resume=True, report=False).posterior.same_bits(whole)
+
+    kept = {"local__keep_state": True}  # optimisers do not travel
+    runner.run(small(rounds=1, **kept), tmp_path / "b", report=False)
+    with pytest.raises(RunError, match=r"begun as a simulation.*keep_state"):
+        serve(grid_of(2), Settings(small(rounds=2, **kept), str(tmp_path / "b"), resume=True))
+    serve(grid_of(2), Settings(small(rounds=1, **kept), str(tmp_path / "c"), report=False))
+    with pytest.raises(RunError, match=r"begun over Flower.*keep_state"):
+        runner.run(small(rounds=2, **kept), tmp_path / "c", resume=True)
+
+
 def test_own_optimiser_state_that_a_node_has_lost_is_missed_and_said(tmp_path):
     experiment = small(rounds=2, local__keep_state=True, participation__quorum=0.5)
     grid = grid_of(3)
@@ -350,3 +385,14 @@ def test_a_full_disk_at_a_checkpoint_stops_with_a_sentence_and_resumes_to_the_sa
         assert again.restore()
         assert again.round == 1
         assert again.run().same_bits(local.posterior)
+
+
+def test_inputs_the_server_distils_on_need_not_be_on_a_node(tmp_path):
+    inputs = np.random.default_rng(0).integers(0, 256, (32, 8, 8), dtype=np.uint8)
+    np.savez(tmp_path / "server.npz", inputs=inputs)
+    changes = {"distill__enabled": True, "distill__data": str(tmp_path / "server.npz"), "distill__swa": "none"}
+    experiment = small(**changes, distill__epochs=1, rounds=1)
+    local, setup = local_run(experiment), runner.prepare(experiment)
+    (tmp_path / "server.npz").unlink()
+    federation, _ = over_grid(experiment, grid_of(2), setup)
+    assert federation.run().same_bits(local.posterior)

@@ -147,6 +147,36 @@ def test_a_torn_answer_is_a_failure_of_that_client_alone(spoil):
     assert [f["client"] for f in event["engine"]["failures"]] == [BAD]
 
 
+def test_a_torn_answer_is_an_answer_and_the_round_goes_on_as_with_any_other_bad_one():
+    def tear(record, config):
+        if config["partition-id"] == BAD:
+            record["posterior-1-layout"]["layout"] = "[" * 100_000
+
+    federation, _ = over_grid(small(rounds=1), grid_of(3, tampered(tear)))  # the quorum is everybody
+    federation.run()
+    (event,) = rounds_of(federation)
+    assert event["clients"] == [0, 2]
+    assert event["fusion"]["refused"] == [
+        {"client": BAD, "tensor": "", "reason": "node 1001: the layout that came with the arrays cannot be read."}
+    ]
+    strict, _ = over_grid(small(rounds=1, fusion__on_bad_client="stop"), grid_of(3, tampered(tear)))
+    with pytest.raises(RunError, match=r"client 1's update cannot be used .*layout"):
+        strict.run()
+
+
+def test_what_a_node_says_stays_on_one_line_of_the_log():
+    def shout(record, config):
+        if config["partition-id"] == BAD:
+            record.clear()
+            record["error-1"] = ConfigRecord({"reason": "no\nfedbayes: the run has failed\x1b[31m"})
+
+    federation, said = over_grid(small(rounds=1, participation__quorum=0.5), grid_of(3, tampered(shout)))
+    federation.run()
+    (failure,) = rounds_of(federation)[0]["engine"]["failures"]
+    assert failure["reason"] == "node 1001: no fedbayes: the run has failed [31m"
+    assert all(sentence.isprintable() for sentence in said)
+
+
 @pytest.mark.parametrize("changes", [{}, {"fusion__max_update": 10.0}])
 def test_weights_by_size_use_what_the_census_said_and_not_what_an_answer_claims(changes):
     def tamper(record, config):

@@ -76,6 +76,10 @@ def test_numbers_out_of_reach_are_refused_not_cut_off():
     for bad in (number.reach * 1.01, np.nan, np.inf):
         with pytest.raises(RunError, match="cannot be masked"):
             number.encode(np.array([0.0, bad]))
+    with pytest.raises(RunError, match="mask_bits = 64 or bound it"):
+        number.encode(np.array([np.inf]))
+    with pytest.raises(RunError, match=r"small ones\); bound it with privacy.clip"):  # 64 bits are no way out of 64
+        FixedPoint(64, 10).encode(np.array([np.inf]))
     with pytest.raises(ConfigError, match="32 or 64"):
         FixedPoint(16, 3)
 
@@ -220,6 +224,18 @@ def test_too_few_nodes_end_the_round_with_a_sentence():
     federation, _ = over_grid(small(fusion__private=True, participation__deadline=5.0), grid, clock=clock)
     with pytest.raises(RunError, match=r"1 of 3 nodes sent a masked sum, and 2 are needed.*no answer within 5 s"):
         federation.run()
+
+
+def test_a_draw_that_falls_on_one_node_is_refused_before_the_first_round():
+    changes = {"partition__clients": 4, "participation__fraction": 0.5, "rounds": 20, "transport__wait": 600.0}
+    grid, clock = grid_of(2), Clock()
+    grid.before = lambda node, message: message.metadata.message_type == "query" or pytest.fail("a round began")
+    federation, _ = over_grid(small(fusion__private=True, **changes), grid, clock=clock)
+    with pytest.raises(
+        RunError, match=r"drawn for round \d+ \(\d, \d\) all live on node 100\d.*participation.fraction"
+    ):
+        federation.run()
+    assert clock.time < 600  # nothing was waited for
 
 
 def test_private_bytes_are_counted_and_no_clients_metrics_are_told():

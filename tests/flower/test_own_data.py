@@ -69,6 +69,11 @@ def test_the_run_directory_tells_sizes_and_claims_no_class_counts(files, tmp_pat
     held = json.loads((tmp_path / "run" / "partition.json").read_text())
     assert [c["examples"] for c in held["clients"]] == list(SIZES)
     assert all(c["counts"] == [] for c in held["clients"])
+    with pytest.raises(RunError, match="data of the nodes' own"):  # nor does it go on where those data are not
+        runner.run(own(rounds=2), tmp_path / "run", resume=True)
+    runner.run(own(rounds=1), tmp_path / "simulated", report=False)
+    with pytest.raises(RunError, match="begun as a simulation, but the nodes bring their own data"):
+        serve(grid, Settings(own(rounds=2), str(tmp_path / "simulated"), resume=True))
 
 
 @pytest.mark.parametrize(

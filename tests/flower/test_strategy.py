@@ -184,6 +184,36 @@ def test_continues_from_its_checkpoint_with_the_round_counted_on(tmp_path):
             strategy.start(grid_of(3, spying), record(other), 4)
 
 
+def test_evaluations_and_results_of_a_continued_run_have_their_own_rounds(tmp_path):
+    seen = []
+    app = app_sending([tensors(i) for i in range(2)])
+
+    @app.evaluate()
+    def evaluate(message, context):
+        seen.append(message.content["config"]["server-round"])
+        metrics = MetricRecord({"num-examples": 1, "accuracy": 0.5})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    def run(rounds):
+        file = tmp_path / "not" / "there yet" / "c.safetensors"
+        strategy = FusionStrategy("nwa", checkpoint=file)
+        judge = lambda round, arrays: MetricRecord({"round": round})  # noqa: E731
+        return strategy.start(grid_of(2, app), record(tensors(9)), rounds, evaluate_fn=judge)
+
+    run(2)
+    resumed = run(4)
+    assert seen == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert set(resumed.train_metrics_clientapp) == set(resumed.evaluate_metrics_clientapp) == {3, 4}
+    assert {r: m["round"] for r, m in resumed.evaluate_metrics_serverapp.items()} == {2: 2, 3: 3, 4: 4}
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_before_the_first_round(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    strategy = FusionStrategy("nwa", checkpoint=tmp_path / "file" / "c.safetensors")
+    with pytest.raises(RunError, match="cannot be written"):
+        strategy.start(grid_of(2, lambda *_: pytest.fail("a node was asked")), record(tensors(9)), 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -10,6 +10,7 @@ import torch
 
 import fedbayes
 from fedbayes import Posterior, compare, config, runner
+from fedbayes.data import from_arrays
 from fedbayes.errors import ConfigError, RunError
 from fedbayes.fusion import rules
 from fedbayes.rundir import is_finished, read_events
@@ -244,6 +245,15 @@ def test_seeds_can_be_an_axis(tmp_path):
     assert [c.seed for c in cells] == [4, 9]
 
 
+def test_runs_of_many_axes_have_folders_that_can_be_made(tmp_path):
+    rows = [f"{'ä' * 60}{i}" for i in range(2)]
+    axes = {f"objective.{key}": ["1", "2"] for key in ("prior_std", "kl_weight", "proximal")}
+    cells = compare.grid(small(), {"name": rows, "data.name": [f"{'d' * 200}.npz"], **axes}, 2, tmp_path)
+    assert len({c.path for c in cells}) == 2 * 2**3 * 2
+    for cell in cells:
+        cell.path.mkdir()
+
+
 def test_a_wrong_value_stops_a_grid_before_it_starts(tmp_path):
     with pytest.raises(ConfigError, match=r"--vary.*partition\.alpha"):
         compare.grid(small(), {"partition.alpha": ["1", "x"]}, 1, tmp_path)
@@ -295,6 +305,38 @@ def test_impossible_requests_are_refused_before_any_work(key, value, words):
 def test_a_network_that_does_not_fit_its_data_is_refused_beforehand(network, words):
     with pytest.raises(ConfigError, match=words):
         runner.prepare(small(), model=network)
+
+
+NORMED = torch.nn.Sequential(
+    torch.nn.Flatten(), torch.nn.Linear(64, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 10)
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model": torch.nn.Linear}, "model must be of type Module, not type"),
+        ({"model": torch.nn.LazyLinear(10)}, "lazy layers"),
+        ({"model": NORMED, "experiment": small(local__batch_size=1)}, "'local.batch_size' = 1"),
+        ({"dataset": torch.zeros(5, 3)}, "dataset must be of type Dataset, not Tensor.*from_arrays"),
+        ({"experiment": {"rounds": 3}}, "experiment must be of type Experiment, not dict"),
+        ({"dataset": from_arrays([[0.0], [1.0]], [0, 1], torch.zeros(0, 1), torch.zeros(0))}, "no test examples"),
+    ],
+)
+def test_what_a_run_cannot_be_made_of_is_refused_beforehand(given, words):
+    with pytest.raises(fedbayes.errors.FedBayesError, match=words):
+        fedbayes.run(**({"experiment": small(), "write": False} | given))
+
+
+def test_owners_that_are_not_known_are_one_owner_and_the_report_is_written(tmp_path):
+    x, y, site = np.arange(80.0).reshape(40, 2), [0, 0, 1, 1] * 10, [0.0, np.nan] * 20
+    np.savez(tmp_path / "a.npz", inputs=x, labels=y, site=site, test_inputs=x, test_labels=y, test_site=site)
+    owners = {"partition__scheme": "column", "partition__column": "site", "partition__clients": 0}
+    changes = owners | {"rounds": 1, "data__limit": 0, "data__test_limit": 0, "local__batch_size": 4}
+    result = fedbayes.run(small(**changes, data__name=str(tmp_path / "a.npz")), tmp_path / "run")
+    found = {e["split"]: e["examples"] for e in result.events if e.get("split", "").startswith("test:")}
+    assert found == {"test:0.0": 20, "test:nan": 20}
+    assert "Group by group" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_precision_refuses_a_bayesian_network_and_reports_no_sigma():

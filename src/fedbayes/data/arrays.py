@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import DataError, nearest
 from ..numeric import as_numbers
 from ..seeds import numpy_rng
-from .examples import Dataset, Examples
+from .examples import Dataset, Examples, as_text
 from .sources import Request, register_source
 from .splits import group_of, stratified_order
 
@@ -133,14 +133,6 @@ def as_labels(array: Array, what: str) -> np.ndarray:
     if y.dtype.kind not in "iubU":
         raise DataError(f"{what}: {y.dtype} cannot be class labels; give whole numbers or names.")
     return y if y.dtype.kind == "U" else y.astype(np.int64)
-
-
-def as_text(names: np.ndarray, what: str) -> np.ndarray:
-    """Return an array with names that are bytes decoded."""
-    try:
-        return np.char.decode(names, "utf-8") if names.dtype.kind == "S" else names
-    except UnicodeDecodeError:
-        raise DataError(f"{what}: the names are bytes that are not UTF-8; give them as text.") from None
 
 
 def _classes(parts: list[np.ndarray], given: Sequence[str] | None, name: str) -> tuple[list[Tensor], tuple[str, ...]]:

@@ -18,6 +18,33 @@ VESSEL_COLUMN = "vessel"
 """Recordings that share a value of this column are of one ship: training and what it is judged on never share it."""
 
 
+def as_text(names: np.ndarray, what: str) -> np.ndarray:
+    """Return an array with its names as text, whether they were bytes or Python's own strings (as pandas keeps them)."""
+    try:
+        if names.dtype.kind == "S":
+            return np.char.decode(names, "utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"{what}: the names are bytes that are not UTF-8; give them as text.") from None
+    if names.dtype.kind in "OT" and all(isinstance(name, str) for name in names.flat):
+        return names.astype(str)
+    return names
+
+
+def _as_column(values: np.ndarray, what: str) -> np.ndarray:
+    """Return one comparable value per example: numbers, or text in which a missing name is empty."""
+    values = np.atleast_1d(values)
+    if values.dtype.kind == "O":
+        missing = [v is None or v != v for v in values.flat]
+        if any(isinstance(v, str) for v in values.flat):
+            values = np.where(np.reshape(missing, values.shape), "", values)
+    values = as_text(values, what)
+    if values.ndim != 1 or values.dtype.kind == "O":
+        kinds = ", ".join(sorted({type(v).__name__ for v in values.flat}))
+        found = f"shape {values.shape}" if values.ndim != 1 else f"values of the types {kinds}"
+        raise DataError(f"{what} has {found}; it needs one number, or one text, for each example.")
+    return values
+
+
 @dataclass(frozen=True, eq=False)
 class Examples:
     """Inputs with their labels, and what is known about each: the hospital, the recording, the site.
@@ -33,7 +60,7 @@ class Examples:
     def __post_init__(self) -> None:
         if not isinstance(self.columns, Mapping):
             raise DataError(f"columns are of type {type(self.columns).__name__}; give a dictionary of arrays by name.")
-        object.__setattr__(self, "columns", {name: np.atleast_1d(values) for name, values in self.columns.items()})
+        object.__setattr__(self, "columns", {n: _as_column(v, f"column '{n}'") for n, v in self.columns.items()})
         lengths = {"inputs": len(self.inputs), "labels": len(self.labels)}
         lengths |= {f"column '{name}'": len(values) for name, values in self.columns.items()}
         if len(set(lengths.values())) > 1:

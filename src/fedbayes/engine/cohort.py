@@ -129,7 +129,17 @@ class LocalCohort:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what ``state`` gave."""
+        """Take back what ``state`` gave; a run begun on other machines goes on here where nothing of it stayed there."""
+        held, trained = state.get("sizes"), state.get("trained")
+        if held is not None and {int(c): int(n) for c, n in held.items()} != self.sizes():
+            raise RunError(
+                "the run was begun over Flower with data of the nodes' own, which are not here: resume it there."
+            )
+        if trained and self.setting.local.keep_state:
+            raise RunError(
+                "the run was begun over Flower, and with 'local.keep_state' its clients' optimisers stayed on the nodes: "
+                "resume it there, or start again in another directory."
+            )
         if self._lanes == 0 and state.get("lanes"):
             self._lanes, self._why = int(state["lanes"]), "as in the checkpoint"
             self._workers = int(state.get("workers") or self._workers or 1)

@@ -41,7 +41,7 @@ class Layout:
         """Read what ``dumps`` wrote; anything else raises ``PosteriorError``."""
         try:
             rows = [(str(k), str(n), str(d), tuple(int(i) for i in s)) for k, n, d, s in json.loads(text)]
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise PosteriorError("the layout that came with the arrays cannot be read.") from None
         if any(k not in ("gaussian", "point") or d not in _DTYPES or min(s, default=0) < 0 for k, _, d, s in rows):
             raise PosteriorError("the layout that came with the arrays names a type or shape that does not exist.")

@@ -24,7 +24,7 @@ from ..federation import options
 from ..fusion import get_rule
 from ..posterior import Posterior
 from .codecs import Int8, Layout, get_codec
-from .records import LONGEST, account, payload_bytes, put_assignments, put_posterior, share_out, take_updates
+from .records import account, payload_bytes, put_assignments, put_posterior, share_out, take_updates, told
 from .registry import Member, Registry
 
 POLL_SECONDS = 0.3
@@ -186,7 +186,18 @@ class FlowerCohort:
         return {"sizes": dict(self.registry.sizes), "trained": dict(self._trained)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the clients of a checkpoint."""
+        """Continue with the clients of a checkpoint; a simulation's names none: they are those that the nodes have told."""
+        if "sizes" not in state:
+            if state.get("optimizers"):
+                raise RunError(
+                    "the run was begun as a simulation, and with 'local.keep_state' its clients' optimisers are not on the "
+                    "nodes: resume it with `fedbayes run`, or start again in another directory."
+                )
+            if any(m.own_data for m in self.registry.members.values()):
+                raise RunError(
+                    "the run was begun as a simulation, but the nodes bring their own data: choose another directory."
+                )
+            return
         self.registry.expect({int(c): int(n) for c, n in state["sizes"].items()})
         self._trained = {int(c): int(r) for c, r in state["trained"].items()}
 
@@ -209,6 +220,7 @@ class Round:
         self.needed = quorum_of(cohort.experiment, len(assignments))
         self.arrived: dict[int, int] = {}
         self.failures: dict[int, str] = {}
+        self.unfit: set[int] = set()  # clients whose answer came and was none: refused, not out of reach
         self.lost: set[int] = set()  # clients whose node could not be reached
         self.out: dict[str, Out] = {}
         self.tries: dict[int, int] = {}
@@ -240,7 +252,7 @@ class Round:
 
     def _over(self) -> bool:
         """Whether the quorum is met and nothing that can still come is worth waiting for."""
-        if len(self.arrived) < self.needed:
+        if len(self.arrived) + len(self.unfit) < self.needed:
             return False
         late = self.deadline > 0 and self.cohort.clock() - self.began >= self.deadline
         if late:
@@ -283,20 +295,23 @@ class Round:
             if client in self.arrived:
                 continue  # its assignment had been sent twice
             if isinstance(found, Update) and (objection := self._objection(found)):
-                self._fail(client, f"{label}: {objection}")
+                self._refuse(client, f"{label}: {objection}")
             elif isinstance(found, Update):
                 sent = (f"posterior-{client}", f"posterior-{client}-layout", f"update-{client}")
                 share_out(self.traffic, [client], "up", payload_bytes(reply.content, sent))
                 self.arrived[client] = out.node
                 self.failures.pop(client, None)
+                self.unfit.discard(client)
                 self.lost.discard(client)
                 yield replace(
                     found, examples=self.cohort.registry.sizes[client]
                 )  # as the census said: weights use that
+            elif f"update-{client}" in reply.content:
+                self._refuse(client, f"{label}: {found[1]}")
             else:
                 self._fail(client, f"{label}: {found[1]}")
         for client in set(out.clients) - answered:
-            self._fail(client, f"{label}: its answer does not mention this client")
+            self._refuse(client, f"{label}: its answer does not mention this client")
 
     def _objection(self, update: Update) -> str:
         """Why an update is no answer to its assignment; empty when it is."""
@@ -311,8 +326,12 @@ class Round:
         self.lost.add(client)
         self._fail(client, reason)
 
+    def _refuse(self, client: int, reason: str) -> None:
+        self.unfit.add(client)
+        self._fail(client, reason)
+
     def _fail(self, client: int, reason: str) -> None:
-        self.failures[client] = reason[:LONGEST]
+        self.failures[client] = told(reason)
         self.cohort.say(f"round {self.assignments[client].round}: client {client}: {self.failures[client]}")
 
     def _look_around(self) -> None:
@@ -338,7 +357,9 @@ class Round:
             "seconds": self.cohort.clock() - self.began,
             "nodes": len(set(self.arrived.values())),
             "wire": self.cohort.experiment.transport.wire,
-            "failures": [{"client": c, "reason": r} for c, r in sorted(self.failures.items())],
+            "failures": [
+                {"client": c, "reason": r, "answered": c in self.unfit} for c, r in sorted(self.failures.items())
+            ],
             "bytes": account(self.traffic),
         }
 

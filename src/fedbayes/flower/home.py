@@ -130,6 +130,8 @@ def prepare_home(toml: str, home: Home, classes: int, shape: tuple[int, ...], na
     engine = dataclasses.replace(experiment.engine, lanes=1)
     data = dataclasses.replace(experiment.data, ood="")
     experiment = dataclasses.replace(experiment, engine=engine, data=data)
+    if experiment.distill.data:  # the server's own inputs, which a node neither needs nor has
+        experiment = dataclasses.replace(experiment, distill=dataclasses.replace(experiment.distill, enabled=False))
     if home.data is None:
         return runner.prepare(experiment, data_dir=home.data_dir)
     return _prepare_own(experiment, home, classes, shape, names)

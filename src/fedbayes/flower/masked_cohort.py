@@ -18,10 +18,11 @@ from ..fusion import client_weights
 from ..posterior import Posterior
 from ..privacy.federation import MaskedTotal
 from ..privacy.relative import Relative, refuse_unless_sum
+from ..schedule import choose_clients
 from .cohort import POLL_SECONDS, FlowerCohort, alike, quorum_of
 from .masked_client import metrics_sent
 from .masking import LEAST_PARTIES, FixedPoint, check_keys, check_share, threshold_of, unmask
-from .records import LONGEST, account, payload_bytes, share_out
+from .records import account, payload_bytes, share_out, told
 
 T = TypeVar("T")
 
@@ -40,10 +41,26 @@ class MaskedCohort(FlowerCohort):
         refuse_unless_sum(experiment, options(experiment))
         FixedPoint(experiment.transport.mask_bits, 1)
 
+    def _wait_for_all(self) -> None:
+        super()._wait_for_all()
+        for round in range(1, self.experiment.rounds + 1):  # who is drawn is known beforehand: no round is lost to it
+            self._refuse_lone_node(choose_clients(self.experiment, self.registry.sizes, round), round)
+
+    def _refuse_lone_node(self, clients: Sequence[int], round: int) -> None:
+        """Refuse a round whose clients are all on one node: their sum would be that node's own numbers."""
+        hosts = self.registry.hosts(clients)
+        if len(hosts) < LEAST_PARTIES and sum(map(len, hosts.values())) == len(clients):
+            raise RunError(
+                f"fusion.private: the clients drawn for round {round} ({', '.join(map(str, clients))}) all live on "
+                f"{self.registry.label(min(hosts))}, and a sum of one node shows its numbers; raise "
+                "'participation.fraction' or spread the clients over more nodes."
+            )
+
     def train(self, assignments: Sequence[Assignment]) -> Iterator[Update]:
         """Do the four exchanges of a round and yield the total of those who stayed."""
         if not assignments:
             return
+        self._refuse_lone_node([a.client for a in assignments], assignments[0].round)
         yield MaskedRound(self, assignments).run()
 
 
@@ -250,12 +267,12 @@ class MaskedRound:
 
     def _fail(self, client: int, reason: str) -> None:
         if client not in self.failures:
-            self.failures[client] = reason[:LONGEST]
+            self.failures[client] = told(reason)
             self.cohort.say(f"client {client}: {self.failures[client]}")
 
     def _enough(self, nodes: Any, what: str) -> None:
         if len(nodes) < max(self.threshold, LEAST_PARTIES):
-            reasons = "; ".join(f"client {c}: {r}" for c, r in sorted(self.failures.items()))
+            reasons = "; ".join(f"client {c}: {r.rstrip('.')}" for c, r in sorted(self.failures.items()))
             raise RunError(
                 f"secure aggregation: {len(nodes)} of {self.parties} nodes {what}, and {max(self.threshold, LEAST_PARTIES)} "
                 f"are needed so that no single node's numbers show" + (f" ({reasons})." if reasons else ".")

@@ -86,9 +86,10 @@ class FixedPoint:
         The sentence goes to the server, so it does not say how large the number is.
         """
         if not float(np.abs(vector).max(initial=0.0)) < self.reach:
+            wider = "use transport.mask_bits = 64 or " if self.bits == 32 else ""
             raise RunError(
                 f"a statistic cannot be masked with {self.bits} bits among {self.parties} nodes: it is above "
-                f"{self.reach:.3g} global sigmas; use transport.mask_bits = 64 or bound it with privacy.clip."
+                f"{self.reach:.3g} global sigmas (a collapsed posterior has very small ones); {wider}bound it with privacy.clip."
             )
         return np.rint(vector / self.step).astype(np.int64).astype(self.dtype)
 

@@ -115,6 +115,11 @@ def put_error(record: RecordDict, client: int, sentence: str) -> None:
     record[f"error-{client}"] = ConfigRecord({"client": client, "reason": sentence})
 
 
+def told(reason: object) -> str:
+    """What a node said, as one line of bounded length: it stands in logs, where a line of its own could pass for ours."""
+    return "".join(c if c.isprintable() else " " for c in str(reason)[:LONGEST])
+
+
 def take_updates(record: RecordDict, start: Posterior) -> Iterator[Update | tuple[int, str]]:
     """Read a reply: an ``Update`` for each client that trained, ``(client, reason)`` for each that did not.
 
@@ -122,12 +127,12 @@ def take_updates(record: RecordDict, start: Posterior) -> Iterator[Update | tupl
     is an update like any other and is judged by the round loop.
     """
     for number, plain in _numbered(record, "error"):
-        yield number, str(plain.get("reason", "it gave no reason"))[:LONGEST]
+        yield number, told(plain.get("reason", "it gave no reason"))
     for number, plain in _numbered(record, "update"):
         try:
             update = _update(record, number, plain, start)
         except (FedBayesError, TypeError, ValueError) as error:
-            yield number, str(error)[:LONGEST]
+            yield number, told(error)
             continue
         yield update
 

@@ -12,7 +12,7 @@ from .. import __version__
 from ..errors import PosteriorError, RunError
 from .client import layout_difference
 from .codecs import Layout
-from .records import LONGEST
+from .records import told
 
 
 @dataclass
@@ -44,6 +44,7 @@ class Registry:
         self.total, self.layout, self.nodes, self.expected = total, layout, nodes, expected
         self.members: dict[int, Member] = {}
         self.refused: dict[int, str] = {}
+        self._refused_at: dict[int, str] = {}  # stamps
         self.stamps: dict[int, str] = {}
         self.names: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
@@ -53,13 +54,15 @@ class Registry:
     # -- presence ------------------------------------------------------------------------------------------------
 
     def look(self, grid: Grid) -> list[int]:
-        """Ask the SuperLink who is connected; return nodes never met. A stamp changes when a node is restarted."""
+        """Ask the SuperLink who is connected; return nodes to be met. A stamp changes when a node is restarted."""
         try:
             infos = {i.node_id: i for i in grid.get_nodes()}
             self.stamps = {n: i.last_activated_at or "online" for n, i in infos.items()}
             self.names |= {n: i.name for n, i in infos.items() if i.name}
         except (AttributeError, NotImplementedError):  # hosts whose grid only lists numbers
             self.stamps = dict.fromkeys(grid.get_node_ids(), "online")
+        for node in [n for n in self.refused if self.stamp(n) not in ("", self._refused_at[n])]:
+            del self.refused[node]  # it was started again, perhaps with what it lacked
         return sorted(self.stamps.keys() - self.members.keys() - self.refused.keys())
 
     def stamp(self, node: int) -> str:
@@ -80,7 +83,8 @@ class Registry:
         except (KeyError, TypeError, ValueError):
             reason = "its answer to the census cannot be read."
         if reason:
-            self.refused[node] = reason = reason[:LONGEST]
+            self.refused[node] = reason = told(reason)
+            self._refused_at[node] = self.stamp(node)
             return [f"{self.label(node)} is refused: {reason}"]
         assert isinstance(reply, RecordDict)
         about = reply.config_records["census"]

@@ -22,6 +22,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
 from torch import Tensor
 
+from ..atomic import not_written
 from ..errors import ConfigError, FedBayesError, PosteriorError, RunError, nearest
 from ..fusion import Accumulator, client_weights, get_rule, get_weighting
 from ..posterior import Gaussian, Posterior, Refusal, check
@@ -106,6 +107,12 @@ class FusionStrategy(FedAvg):
         self._previous = self._expect(arrays)
         return super().configure_train(server_round + self._done, arrays, config, grid)
 
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask for evaluations, their round counted on from a checkpoint's as the training's is."""
+        return super().configure_evaluate(server_round + self._done, arrays, config, grid)
+
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -152,6 +159,11 @@ class FusionStrategy(FedAvg):
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *args: Any, **kwargs: Any) -> Result:
         """Run the rounds; with a checkpoint, those that are left, counted on from where it stopped."""
+        if self.checkpoint is not None:
+            try:
+                self.checkpoint.parent.mkdir(parents=True, exist_ok=True)  # missed now rather than after a round
+            except OSError as error:
+                raise not_written(self.checkpoint, error) from None
         if self.checkpoint is not None and self.checkpoint.exists():
             saved = Posterior.load(self.checkpoint)
             self._refuse_other_model(saved, self._expect(initial_arrays))
@@ -162,6 +174,8 @@ class FusionStrategy(FedAvg):
         if evaluate is not None and self._done:
             kwargs["evaluate_fn"] = lambda round, arrays: evaluate(round + self._done, arrays)
         result = super().start(grid, initial_arrays, max(0, num_rounds - self._done), *args, **kwargs)
+        for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
+            setattr(result, name, {round + self._done: found for round, found in getattr(result, name).items()})
         if self._done and not len(result.arrays):
             result.arrays = initial_arrays  # every round was done before
         return result

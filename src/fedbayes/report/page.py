@@ -207,11 +207,11 @@ def _groups_of_inputs(run: Run) -> Part:
         if len(every) <= int(test.indices.max()) or np.asarray(every).dtype.kind == "f":  # measurements are no groups
             continue
         here = np.asarray(every)[test.indices]
-        names = np.unique(here)
+        names, codes = np.unique(here, return_inverse=True)  # by number, since NaN (not known) equals nothing
         if not 2 <= len(names) <= 20:
             continue
-        for name in names:
-            mask = here == name
+        for number, name in enumerate(names):
+            mask = codes == number
             m = uncertainty.summarize(torch.as_tensor(test.probabilities[:, mask]), test.labels[mask], run.bins)
             rows.append([Text(column), Text(str(name)), Text(f"{int(mask.sum()):,}"), Text(prose.figure(m["accuracy"], 100)),
                          Text(prose.figure(m["nll"], 1, 3)), Text(prose.figure(m["ece"], 100)), Text(prose.figure(m["entropy"], 1, 3)),
