@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from .errors import ConfigError, RunError
+from .errors import RunError
 from .experiment import Experiment
 from .seeds import numpy_rng
 
@@ -26,11 +26,6 @@ def learning_rate(experiment: Experiment, round: int) -> float:
         passed = sum(round - 1 >= m * experiment.rounds - 1e-9 for m in s.milestones)
         if not s.factors:
             return base * s.factor**passed
-        if len(s.factors) != len(s.milestones) + 1:
-            raise ConfigError(
-                f"schedule.factors has {len(s.factors)} numbers for {len(s.milestones)} milestones; give one more: the first "
-                "for the rounds before them."
-            )
         return base * s.factors[passed]
     return base
 

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -168,6 +169,24 @@ def test_the_way_is_chosen_by_what_was_measured(monkeypatch, asked, seconds, cho
     other = cohort(asked, model, lanes=0)
     other.restore(side.state())
     assert (other.lanes, other.workers) == chosen
+
+
+def test_what_a_process_does_once_is_not_measured() -> None:
+    """The first lanes of a process import what ``vmap`` needs; counted in, they would look hopeless."""
+    side, launches = cohort(1, network()), []
+
+    class Loop:
+        setting = side.setting
+
+        def train(self, jobs):
+            launches.append(jobs[0].assignment.steps)
+            if len(launches) == 1:
+                time.sleep(1)
+            return []
+
+    job = side._job(work(network())[0])
+    assert choice._seconds_per_step(Loop(), [job], hopeless=0.01) < 0.1  # type: ignore[arg-type]
+    assert launches == [1, 5, 5, 5]
 
 
 def test_impossible_numbers_are_refused() -> None:

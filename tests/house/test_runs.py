@@ -45,13 +45,15 @@ def test_a_run_leaves_its_files_and_repeats_to_the_bit(tmp_path):
 
 def test_a_lane_count_left_open_is_written_down_and_repeats(tmp_path):
     first = fedbayes.run(small(engine__lanes=0), tmp_path / "a", report=False)
-    chosen = config.read(tmp_path / "a").engine.lanes
+    engine = config.read(tmp_path / "a").engine
+    chosen, workers = engine.lanes, engine.workers
     assert chosen > 0
+    assert workers > 0
     again = fedbayes.run(config.read(tmp_path / "a"), tmp_path / "b", report=False)
     assert again.posterior.same_bits(first.posterior)
     resumed = fedbayes.run(small(engine__lanes=0, rounds=3), tmp_path / "a", resume=True, report=False)
     assert config.read(tmp_path / "a").engine.lanes == chosen
-    whole = fedbayes.run(small(engine__lanes=chosen, rounds=3), write=False)
+    whole = fedbayes.run(small(engine__lanes=chosen, engine__workers=workers, rounds=3), write=False)
     assert resumed.posterior.same_bits(whole.posterior)
 
 

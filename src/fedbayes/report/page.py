@@ -202,9 +202,10 @@ def _groups_of_inputs(run: Run) -> Part:
     inputs = examples.test_inputs(run) if test else None
     if test is None or inputs is None or not inputs.columns:
         return Part("groups", "")
-    rows = []
+    rows, owners = [], run.setting("partition.column", "")
     for column, every in inputs.columns.items():
-        if len(every) <= int(test.indices.max()) or np.asarray(every).dtype.kind == "f":  # measurements are no groups
+        measured = np.asarray(every).dtype.kind == "f" and column != owners  # measurements are no groups
+        if measured or len(every) <= int(test.indices.max()):
             continue
         here = np.asarray(every)[test.indices]
         names, codes = np.unique(here, return_inverse=True)  # by number, since NaN (not known) equals nothing
