@@ -18,10 +18,12 @@ OVERRIDES = [
 ]  # fmt: skip
 
 
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # bits are those of a number of threads
+
+
 def start(out, *more):
     command = [sys.executable, "-m", "fedbayes", "run", "digits", "--out", str(out), "--quiet", *OVERRIDES, *more]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ONE_THREAD)
 
 
 def finish(process):
@@ -86,6 +88,7 @@ main(sys.argv[1:])
     done = subprocess.run(
         [sys.executable, "-c", code, "run", "digits", "--out", str(out), "--quiet", *OVERRIDES, *settings],
         capture_output=True,
+        env=ONE_THREAD,
     )
     assert done.returncode == -signal.SIGKILL
     assert list(out.glob("*.part"))
