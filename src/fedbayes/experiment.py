@@ -14,7 +14,7 @@ class Data:
     """What is learned from."""
 
     name: str = "digits"
-    """Data set: digits, heart, mnist, fashion-mnist, cifar10, cifar100, svhn, sonar-synthetic, sonar-rocks, deepship, watkins, or the path of an .npz file or a folder of recordings."""
+    """Data set: digits, heart, mnist, fashion-mnist, cifar10, cifar100, svhn, sonar-synthetic, sonar-rocks, deepship, watkins, the path of an .npz file or a folder of recordings, or your own as package.module:name."""
     validation: float = 0.1
     """Share of the training examples the server keeps for validation (choosing the best round)."""
     limit: int = 0
@@ -25,8 +25,8 @@ class Data:
     """Scaling of inputs: unit (images / 255), standard (per channel or column: zero mean, unit deviation), none."""
     mean: Literal["none", "global", "client"] = "global"
     """Mean subtracted from inputs: none, global (of all training data), client (each client its own, the server the test set's: Loomis)."""
-    augment: Literal["none", "crop-flip", "crop", "sonar"] = "none"
-    """Augmentation while training: zero-pad by 4, random crop and (crop-flip) horizontal flip; or the sonar set (time shift, gain, band noise, masks)."""
+    augment: str = "none"
+    """Augmentation while training: none; crop (zero-pad by 4, random crop); crop-flip (and horizontal flip); sonar (time shift, gain, band noise, masks); or your own as package.module:name."""
     ood: str = ""
     """A data set whose test inputs serve as out-of-distribution examples in the evaluation (empty: none)."""
     exclude_classes: tuple[int, ...] = ()
@@ -38,17 +38,17 @@ class Partition:
     """Who gets what."""
 
     scheme: str = "dirichlet"
-    """iid; shards (k classes each, Fischer); dirichlet (equal sizes: Fischer, Loomis); dirichlet-unequal (NIID-Bench, FedBE); step (FedBE); quantity (sizes skewed, classes alike); column (natural clients)."""
+    """iid; shards (k classes each, Fischer); dirichlet (equal sizes: Fischer, Loomis); dirichlet-unequal (NIID-Bench, FedBE); step (FedBE); quantity (sizes skewed, classes alike); column (natural clients); odd-one (one small client unlike the rest: Reyes); or your own as package.module:name."""
     clients: int = 10
     """Number of clients (column: 0 takes as many as the column has values)."""
     alpha: float = 0.5
     """Concentration of the Dirichlet schemes and of quantity skew: small is unequal."""
     classes_per_client: int = 2
-    """shards: classes (shards) per client."""
+    """shards: classes (shards) per client; step: major classes of each; odd-one: classes of the odd client."""
     minimum: int = 10
     """dirichlet-unequal, quantity: least examples per client."""
     minor_examples: int = 10
-    """step: examples of every class that every client holds beside its major classes."""
+    """step: examples of every class that every client holds beside its major classes; odd-one: of each class of the odd client."""
     duplicates: bool = False
     """step: deal the minor examples a second time within the major shards, as FedBE's released code does."""
     column: str = ""

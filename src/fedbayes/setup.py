@@ -30,7 +30,8 @@ from .data import (
     split_validation,
     table,
 )  # fmt: skip
-from .data.partition import SCHEMES
+from .data.partition import get_scheme
+from .data.transform import get_augmentation
 from .engine import resolve_device
 from .engine.plan import count_steps
 from .errors import ConfigError, DataError, FedBayesError, nearest
@@ -266,9 +267,10 @@ def check_names(experiment: Experiment, source: Callable[[str], str] | None = No
         ("fusion.rule", lambda: get_rule(e.fusion.rule)),
         ("fusion.options", lambda: get_rule(e.fusion.rule, **options(e))),
         ("fusion.weighting", lambda: get_weighting(e.fusion.weighting)),
-        ("partition.scheme", lambda: _registered("partition scheme", e.partition.scheme, SCHEMES)),
+        ("partition.scheme", lambda: get_scheme(e.partition.scheme)),
         ("model.name", lambda: ":" in e.model.name or _registered("network", e.model.name, NETWORKS)),
         ("data.name", lambda: e.data.name.startswith("python:") or get_source(e.data.name)),
+        ("data.augment", lambda: get_augmentation(e.data.augment)),
         ("data.ood", lambda: not e.data.ood or get_source(e.data.ood)),
         ("distill.data", lambda: not e.distill.data or get_source(e.distill.data)),
     ):

@@ -92,7 +92,8 @@ def load(
 
 def short_name(name: str) -> str:
     """Return a data set's name as it appears in records and file names: of a path, the last part without ending."""
-    return Path(name).stem if get_source(name).name in PATH_SOURCES else name
+    source = get_source(name)
+    return Path(name).stem if source.name in PATH_SOURCES else source.name
 
 
 def _free_name(name: str, dataset: Dataset) -> str:

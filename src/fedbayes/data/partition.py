@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, DataError, nearest
+from ..own import own_name
 from ..seeds import numpy_rng
 from .examples import GROUP_COLUMN, Examples
 from .splits import group_codes, group_of, stratified_order
@@ -30,26 +31,35 @@ def register_scheme(name: str) -> Callable[[Scheme], Scheme]:
     return add
 
 
+def get_scheme(name: str) -> Scheme:
+    """Return the partition scheme of that name; ``package.module:name`` imports the module first, for schemes of your own."""
+    name = own_name(name, "partition scheme")
+    if name not in SCHEMES:
+        raise ConfigError(f"there is no partition scheme '{name}'; {nearest(name, SCHEMES)}")
+    return SCHEMES[name]
+
+
 def partition(config: Partition, train: Examples, seed: int) -> list[np.ndarray]:
     """Share the training examples out: one ascending array of positions per client, by the seed alone.
 
     Every example goes to exactly one client (but for ``step`` with ``duplicates``). Examples cut from one recording stay together: then the scheme
     deals whole recordings, and its numbers (sizes, ``minimum``) count recordings.
     """
-    if config.scheme not in SCHEMES:
-        raise ConfigError(f"partition.scheme '{config.scheme}' does not exist; {nearest(config.scheme, SCHEMES)}")
+    scheme = get_scheme(config.scheme)
     rng = numpy_rng(seed, "partition")
     groups = group_of(train)
     if groups is None or config.scheme == "column":
-        shards = SCHEMES[config.scheme](config, train, rng)
+        shards = scheme(config, train, rng)
         if groups is not None:
             _whole(shards, groups, config)
     else:
-        shards = _by_group(config, train, groups, rng)
+        shards = _by_group(scheme, config, train, groups, rng)
     return [np.sort(np.asarray(shard, dtype=np.int64)) for shard in shards]
 
 
-def _by_group(config: Partition, train: Examples, groups: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+def _by_group(
+    scheme: Scheme, config: Partition, train: Examples, groups: np.ndarray, rng: np.random.Generator
+) -> list[np.ndarray]:
     """Deal recordings instead of examples, each recording with the class of its first example."""
     first = np.unique(groups, return_index=True)[1]
     units = Examples(
@@ -58,7 +68,7 @@ def _by_group(config: Partition, train: Examples, groups: np.ndarray, rng: np.ra
         {n: v[first] for n, v in train.columns.items()},
     )
     try:
-        dealt = SCHEMES[config.scheme](config, units, rng)
+        dealt = scheme(config, units, rng)
     except DataError as error:
         raise DataError(
             f"{error} (Counted in {GROUP_COLUMN}s: the {len(train)} examples were cut from {len(first)} of them, "

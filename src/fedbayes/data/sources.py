@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import DataError, nearest
+from ..own import own_name
 from .examples import Dataset
 
 if TYPE_CHECKING:
@@ -130,7 +131,10 @@ def sources() -> Mapping[str, Source]:
 
 
 def get_source(name: str) -> Source:
-    """Return the source that loads ``name``: a registered one, an ``.npz`` file, or a folder (or CSV, TSV) of recordings."""
+    """Return the source that loads ``name``: a registered one, an ``.npz`` file, or a folder (or CSV, TSV) of recordings.
+
+    ``package.module:name`` imports the module first, for data sets of your own.
+    """
     for room in _ROOMS:  # no further than needed: digits want nothing that reads audio
         if name in _SOURCES:
             return _SOURCES[name]
@@ -143,6 +147,11 @@ def get_source(name: str) -> Source:
         return known["npz"]
     if (path.is_dir() or path.suffix.lower() in (".csv", ".tsv")) and "folder" in known:
         return known["folder"]
+    module = name.rpartition(":")[0]
+    if module != "python" and all(part.isidentifier() for part in module.split(".")) and not set("/\\") & set(name):
+        name = own_name(name, "data set")
+        if name in known:
+            return known[name]
     where = ", and no folder of recordings is there" if os.sep in name else ""
     raise DataError(
         f"no data set is called '{name}'{where}: {nearest(name, [n for n in known if n not in PATH_SOURCES])}"

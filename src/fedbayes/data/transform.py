@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, nearest
+from ..own import own_name
 from .examples import Examples
 
 if TYPE_CHECKING:
@@ -79,6 +80,18 @@ def register_augmentation(name: str) -> Callable:
         return make
 
     return add
+
+
+def get_augmentation(name: str) -> AugmentationMaker | None:
+    """Return the maker of that name, None for ``none``; ``package.module:name`` imports the module first, for augmentations of your own."""
+    name = own_name(name, "augmentation")
+    if name == "none":
+        return None
+    if name == "sonar" and name not in AUGMENTATIONS:
+        from . import sonar  # noqa: F401 - registers it
+    if name not in AUGMENTATIONS:
+        raise ConfigError(f"there is no augmentation '{name}'; {nearest(name, ('none', 'sonar', *AUGMENTATIONS))}")
+    return AUGMENTATIONS[name]
 
 
 def _images_only(train: Examples) -> None:
@@ -181,17 +194,8 @@ def make_transform(
     means = _means(data.mean, train, shards, test)
     # (raw * scale + offset) minus its mean is raw * scale + shift with shift = offset - (mean * scale + offset)
     shift = offset.expand(train.inputs.shape[1:])[None] if means is None else -means * scale
-    return Transform(scale.float(), shift.float().contiguous(), _augmentation(data.augment, train, scale))
-
-
-def _augmentation(name: str, train: Examples, scale: Tensor) -> Augmentation | None:
-    if name == "none":
-        return None
-    if name == "sonar" and name not in AUGMENTATIONS:
-        from . import sonar  # noqa: F401 - registers it
-    if name not in AUGMENTATIONS:
-        raise ConfigError(f"data.augment '{name}' does not exist; valid are: none, {', '.join(AUGMENTATIONS)}.")
-    return AUGMENTATIONS[name](train, scale)
+    make = get_augmentation(data.augment)
+    return Transform(scale.float(), shift.float().contiguous(), make(train, scale) if make else None)
 
 
 def _scaling(how: str, inputs: Tensor) -> tuple[Tensor, Tensor]:

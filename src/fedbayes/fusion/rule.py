@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_or
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, FedBayesError, PosteriorError, nearest
+from ..errors import ConfigError, PosteriorError, nearest
+from ..own import own_name
 from ..posterior import Gaussian, Posterior
 from .layout import Layout
 
@@ -218,22 +218,6 @@ def get_rule(name: str | Rule | type[Rule], **options: Any) -> Rule:
         raise ConfigError(f"there is no fusion rule '{name}'; {nearest(name, _NAMES)}")
     rule = _RULES[found]
     return rule(**_converted(rule, options))
-
-
-def own_name(name: str, kind: str) -> str:
-    """Import the module of a name written ``package.module:name``, so that what it registers is known, and return the name alone."""
-    module, colon, name = name.rpartition(":")
-    if colon:
-        try:
-            importlib.import_module(module)
-        except FedBayesError:
-            raise
-        except Exception as error:  # whatever its code raises
-            raise ConfigError(
-                f"the module '{module}' of the {kind} '{name}' cannot be imported ({type(error).__name__}: {error}); "
-                f"name it as in an import statement, my_rules:{name or 'name'} for a file my_rules.py in the folder you work in."
-            ) from error
-    return name
 
 
 def _key(name: str) -> str:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, FedBayesError, PosteriorError, nearest
+from ..own import own_name
 from ..posterior import Posterior, alike, kl
 from .layout import Layout
-from .rule import own_name
 
 Client = int | str
 LEAST_WEIGHT, MOST_WEIGHT = 1e-100, 1e100
