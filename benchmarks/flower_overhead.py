@@ -237,8 +237,11 @@ def wires(rounds: int = 20) -> None:
 
 
 if __name__ == "__main__":
-    for what in sys.argv[1:] or ["exchange", "memory", "wires", "private"]:
+    parts = {"exchange": exchange, "memory": memory, "wires": wires, "private": private}
+    for what in sys.argv[1:] or parts:
         if what.startswith("peak-"):
             peak(int(what.removeprefix("peak-")))
+        elif what in parts:
+            parts[what]()
         else:
-            {"exchange": exchange, "memory": memory, "wires": wires, "private": private}[what]()
+            sys.exit(__doc__)

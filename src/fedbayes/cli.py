@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ def compare(arguments: list[str]) -> int:
         cells,
         data_dir=options.data_dir,
         lanes_shared=True if options.together else False if options.separately else None,
-        listeners=(lambda cell: [bar]) if bar else None,
+        listeners=(lambda cell: [partial(bar, run=cell.path.name)]) if bar else None,
     )
     if bar:
         bar.close()
@@ -208,7 +209,7 @@ def compare(arguments: list[str]) -> int:
 
 
 def demo(arguments: list[str]) -> int:
-    """Ten clients, handwritten digits, four fusion rules beside FedAvg and MC-dropout: table and report."""
+    """Ten clients, handwritten digits, five fusion rules beside FedAvg and MC-dropout: table and report."""
     p = _parser("demo", demo.__doc__)
     p.add_argument("--out", default="runs/demo", help="folder of the demo's runs")
     p.add_argument("--rounds", type=int, default=None, help="rounds of every federation")

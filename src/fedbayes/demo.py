@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from . import compare, config
@@ -38,7 +39,7 @@ def run_demo(out: Path, rounds: int | None = None) -> int:
         f"federations of {base.rounds} rounds:"
     )
     bar = Progress(base.rounds * len(cells), "demo")
-    compare.run_grid(cells, listeners=lambda cell: [bar])
+    compare.run_grid(cells, listeners=lambda cell: [partial(bar, run=cell.label)])
     bar.close()
     rows = compare.rows(cells)
     print(compare.render(rows, heading="rule"))

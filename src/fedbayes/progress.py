@@ -41,8 +41,8 @@ class Progress:
         self._bar = _bar(rounds, name)
         self._shown: dict[str, str] = {}
 
-    def __call__(self, event: dict[str, Any]) -> None:
-        """Take one event of the run."""
+    def __call__(self, event: dict[str, Any], run: str = "") -> None:
+        """Take one event of the run, or of the one called ``run`` among several under one bar."""
         if event["kind"] == "round":
             if self._bar.n == 0 and event["round"] > 1 and self._bar.total >= event["round"]:
                 self._bar.update(event["round"] - 1)  # resumed: earlier rounds are done
@@ -53,7 +53,7 @@ class Progress:
         elif event["kind"] == "evaluation" and event["split"] == "test" and event["model"] == "global":
             self._shown["accuracy"] = f"{100 * event['metrics']['accuracy']:.1f}%"
         elif event["kind"] == "note":
-            self._bar.write(f"round {event['round']}: {event['text']}")
+            self._bar.write(f"{f'{run}, ' if run else ''}round {event['round']}: {event['text']}")
         elif event["kind"] == "pretrain":
             self._shown["pre-training"] = f"{100 * event['metrics']['accuracy']:.1f}%"
         elif event["kind"] == "end" and self._bar.n >= self._bar.total:

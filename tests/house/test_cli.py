@@ -47,6 +47,14 @@ def test_run_compare_report_predict_end_to_end(tmp_path, capsys):
     assert sum(is_finished(p) for p in (tmp_path / "grid").iterdir() if p.is_dir()) == 4
 
 
+def test_a_grid_says_which_run_a_note_is_about(tmp_path, capsys):
+    grid = ["compare", "digits", "--vary", "fusion=ws,nwa", "--out", str(tmp_path), *QUICK, "--rounds", "5"]
+    assert cli.main(grid) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if "is collapsing" in line]
+    assert len(notes) == 1
+    assert notes[0].startswith("fusion=ws-seed0, round ")
+
+
 def test_central_training_is_one_client(tmp_path):
     assert cli.main(["run", "digits", "--central", "--out", str(tmp_path / "c"), "--quiet", *QUICK]) == 0
     e = config.read(tmp_path / "c")
