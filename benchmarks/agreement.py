@@ -1,7 +1,7 @@
 """Many lanes in bf16 against the plain loop in float32: are they the same experiment?
 
     PYTHONPATH=src python benchmarks/agreement.py --data-dir DIR                          # a CUDA device
-    python benchmarks/agreement.py --data-dir DIR --images 400 --rounds 2 --network cnn   # without one, tiny
+    python benchmarks/agreement.py --data-dir DIR --images 400 --test-images 500 --rounds 2 --network cnn   # without one, tiny
 
 First table: the deterministic network after one round from the same start, plain loop and lanes, both in float32 without
 TF32: how far apart the fused means are, beside how far the round moved them, for Adam and for plain SGD (Adam's first steps
