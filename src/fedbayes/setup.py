@@ -84,6 +84,9 @@ def prepare(
     Bayesian beforehand with ``fedbayes.nn.bayesianize``, or left as it is).
     """
     _right_kinds(experiment, dataset, model)
+    for given, named, argument in ((dataset, experiment.data.name, "dataset"), (model, experiment.model.name, "model")):
+        if given is None and named.startswith("python:"):
+            raise ConfigError(f"'{named}' was given in Python: give it again, with fedbayes.run(..., {argument}=...).")
     own = model is not None
     if dataset is not None:  # say so in config.toml: no later reader must take it for the set of that name
         experiment = _with(experiment, "data", name=f"python:{dataset.name}")

@@ -309,6 +309,13 @@ def test_a_network_that_does_not_fit_its_data_is_refused_beforehand(network, wor
         runner.prepare(small(), model=network)
 
 
+@pytest.mark.parametrize(("key", "argument"), [("data.name", "dataset"), ("model.name", "model")])
+def test_what_was_given_in_python_is_asked_for_again(key, argument):
+    """The configuration of such a run names it, but cannot make it."""
+    with pytest.raises(ConfigError, match=rf"'python:Mine' was given in Python: .*{argument}=\.\.\."):
+        runner.prepare(config.override(small(), {key: "python:Mine"}))
+
+
 def test_what_a_network_of_ones_own_must_do_is_said():
     with pytest.raises(ConfigError, match=r"tokens reach it as float32: call inputs\.long\(\)"):
         runner.prepare(small(), model=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Embedding(256, 10)))
