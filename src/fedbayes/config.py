@@ -92,6 +92,10 @@ def read(name_or_file: str | Path) -> Experiment:
     path = Path(name_or_file)
     if path.is_dir() and (path / "config.toml").exists():
         path = path / "config.toml"
+    if path.suffix.lower() in (".npz", ".npy", ".csv", ".tsv"):
+        raise ConfigError(
+            f"'{name_or_file}' is data, no experiment: name one, with --data.name {name_or_file} after it."
+        )
     if path.is_file():
         return loads(_text(path), source=str(path))
     if str(name_or_file) in builtin_names():

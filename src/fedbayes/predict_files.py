@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
+from . import uncertainty
 from .data.arrays import as_labels, read_numpy
 from .data.sonar.recordings import Skipped
 from .errors import ConfigError, DataError
@@ -215,6 +216,13 @@ def command(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _tied(scores: torch.Tensor, rejected: torch.Tensor) -> int:
+    """Count the inputs of which some are marked and some not, though they are equally unsure (all, in a point model)."""
+    if not rejected.any() or rejected.all() or scores[rejected].min() > scores[~rejected].max():
+        return 0
+    return int((scores == scores[rejected].min()).sum())
+
+
 def remarks(
     predictor: Predictor, batch: Batch, found: Prediction, rejected: torch.Tensor | None, share: float | None, by: str
 ) -> Iterator[str]:
@@ -231,6 +239,9 @@ def remarks(
     if rejected is None or share is None:
         return
     yield f"{int(rejected.sum())} of {len(found)} inputs are marked for a human, the least sure by {by.replace('_', ' ')}."
+    scores = uncertainty.ranking_scores({name: getattr(found, name) for name in uncertainty.UNCERTAINTIES})
+    if tied := _tied(scores[by], rejected):
+        yield f"But {tied} inputs are equally unsure by that: of these the later ones are marked, which says nothing of them."
     if right is not None and bool((kept := known & ~rejected).any()):
         yield f"On the rest {float(right[kept].double().mean()) * 100:.1f} % are right by the file's own labels."
     expected = predictor.expected_accuracy(share, by)

@@ -239,7 +239,8 @@ def load(
     """
     folder = Path(run)
     if model not in ("best", "final"):
-        raise ConfigError(f"model is '{model}'; valid are best and final.")
+        what = f"'{model}'" if isinstance(model, str) else f"of type {type(model).__name__}"
+        raise ConfigError(f"model is {what}; valid are best and final. A network of your own is network=...")
     resolve_device(device)
     if not (folder / CARD).exists():
         what = (
@@ -287,6 +288,9 @@ def _network(experiment: Experiment, posterior: Posterior, card: dict[str, Any],
         built = (
             given if given is not None else build_network(experiment, len(card["classes"]), tuple(card["input_shape"]))
         )
+    except ConfigError as error:  # a module of the user's own, say, that is not found from here
+        raise FedBayesError(f"the run's network cannot be built: {error} {hint}") from None
+    try:
         return load_posterior(built, _without_moments(posterior, built))
     except (PosteriorError, ConfigError) as error:
         words = f"the posterior does not fit the network '{experiment.model.name}': {error}"

@@ -38,7 +38,7 @@ from .errors import ConfigError, DataError, FedBayesError, nearest
 from .experiment import Experiment
 from .federation import options
 from .fusion import get_rule, get_weighting
-from .nn import NETWORKS, build, load_posterior, posterior_of
+from .nn import NETWORKS, Dropout, Variational, build, load_posterior, posterior_of
 from .objective import layered_prior
 from .posterior import Posterior
 
@@ -85,10 +85,14 @@ def prepare(
     Bayesian beforehand with ``fedbayes.nn.bayesianize``, or left as it is).
     """
     _right_kinds(experiment, dataset, model)
+    for given, named, argument in ((dataset, experiment.data.name, "dataset"), (model, experiment.model.name, "model")):
+        if given is None and named.startswith("python:"):
+            raise ConfigError(f"'{named}' was given in Python: give it again, with fedbayes.run(..., {argument}=...).")
+    own = model is not None
     if dataset is not None:  # say so in config.toml: no later reader must take it for the set of that name
-        experiment = _named(experiment, "data", f"python:{dataset.name}")
-    if model is not None:
-        experiment = _named(experiment, "model", f"python:{type(model).__qualname__}")
+        experiment = _with(experiment, "data", name=f"python:{dataset.name}")
+    if own:
+        experiment = _with(experiment, "model", name=f"python:{type(model).__qualname__}")
     experiment = config.checked(experiment)
     check_names(experiment)
     if dataset is None:
@@ -104,7 +108,11 @@ def prepare(
         model = build_network(experiment, len(dataset.classes), dataset.input_shape)
     transform = make_transform(experiment.data, dataset.train, shards, dataset.test)
     start = posterior_of(model)
-    _fits(model, transform, dataset, start, experiment.local.batch_size)
+    draws = _fits(model, transform, dataset, start, experiment.local.batch_size)
+    if own:
+        experiment = _with(
+            experiment, "model", kind=_kind(model, experiment.model.kind, draws or bool(start.gaussians))
+        )
     # refuse patterns that match nothing before any work
     layered_prior(start, experiment.objective.prior_std, experiment.objective.prior_layers)
     if captures_moment(experiment):
@@ -133,17 +141,21 @@ def _right_kinds(experiment: Any, dataset: Any, model: Any) -> None:
         raise ConfigError("the network has lazy layers without weights yet; pass one example through it first.")
 
 
-def _fits(model: nn.Module, transform: Transform, dataset: Dataset, start: Posterior, batch_size: int) -> None:
-    """Pass one example through the network: a wrong shape is said here, in one sentence, not in the middle of a round."""
+def _fits(model: nn.Module, transform: Transform, dataset: Dataset, start: Posterior, batch_size: int) -> bool:
+    """Pass one example through the network: a wrong shape is said here, in one sentence, not in the middle of a round.
+
+    Returns whether the network draws: whether two passes differ.
+    """
     probe = copy.deepcopy(model).eval()
     inputs = transform(dataset.test.inputs[:1].cpu(), client=-1)
     with torch.random.fork_rng(), torch.no_grad():
         try:
-            answer = load_posterior(probe, start)(inputs)
+            load_posterior(probe, start)
+            answer, again = probe(inputs), probe(inputs)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise ConfigError(
                 f"the network does not take inputs of shape {dataset.input_shape} ({str(error).splitlines()[0]}); build it "
-                "for this shape."
+                f"for this shape{_tokens(model)}."
             ) from None
         try:
             if batch_size == 1:
@@ -155,8 +167,30 @@ def _fits(model: nn.Module, transform: Transform, dataset: Dataset, start: Poste
     if tuple(getattr(answer, "shape", ())) != (1, len(dataset.classes)):
         raise ConfigError(
             f"the network answers one input with shape {tuple(getattr(answer, 'shape', ()))}; it must be (1, "
-            f"{len(dataset.classes)}): one number for each of the {len(dataset.classes)} classes."
+            f"{len(dataset.classes)}): one number for each of the {len(dataset.classes)} classes{_counted(dataset)}."
         )
+    if bool((answer >= 0).all()) and abs(float(answer.sum()) - 1) < 1e-5:
+        raise ConfigError(
+            "the network answers with probabilities, as after a softmax; the loss takes its own softmax, so return what "
+            "comes before (logits)."
+        )
+    return not torch.equal(answer, again)
+
+
+def _tokens(model: nn.Module) -> str:
+    """Say what a network of tokens must do: inputs reach it as floating-point numbers."""
+    embeds = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in model.modules())
+    return (
+        " (tokens reach it as float32: call inputs.long(), with data.scale = none and data.mean = none)"
+        if embeds
+        else ""
+    )
+
+
+def _counted(dataset: Dataset) -> str:
+    """Say it where numbered labels begin at 1 (or later): the classes before have no example."""
+    first = int(torch.cat([dataset.train.labels.cpu(), dataset.test.labels.cpu()]).min())
+    return f"; labels count from 0, and the smallest is {first}" if first > 0 else ""
 
 
 def _without_inputs(train: Examples, positions: np.ndarray) -> Examples:
@@ -173,8 +207,21 @@ def with_variances(start: Posterior, model: nn.Module) -> Posterior:
     return Posterior({**start.gaussians, **gaussians}, points)  # type: ignore[dict-item]
 
 
-def _named(experiment: Experiment, section: str, name: str) -> Experiment:
-    return dataclasses.replace(experiment, **{section: dataclasses.replace(getattr(experiment, section), name=name)})
+def _with(experiment: Experiment, section: str, **values: Any) -> Experiment:
+    return dataclasses.replace(experiment, **{section: dataclasses.replace(getattr(experiment, section), **values)})
+
+
+def _kind(model: nn.Module, stated: str, draws: bool) -> str:
+    """Return the kind of a network that was given, as its layers tell; the stated one where they do not.
+
+    Evaluation and report go by it: one pass of a deterministic network is enough, one of another is not.
+    """
+    kinds = {m.estimator for m in model.modules() if isinstance(m, Variational)}
+    if not kinds and any(isinstance(m, Dropout) for m in model.modules()):
+        kinds = {"dropout"}
+    if not kinds and not draws:
+        kinds = {"deterministic"}
+    return stated if stated in kinds or not kinds else min(kinds)
 
 
 def build_network(experiment: Experiment, classes: int, input_shape: tuple[int, ...]) -> nn.Module:

@@ -229,6 +229,8 @@ X, Y = np.zeros((6, 4)), np.array([0, 1, 2, 0, 1, 2])
         ({"inputs": X, "labels": Y, "classes": np.array(["a", "b"])}, "run from 0 to 2, but 2 classes"),
         ({"inputs": X, "labels": Y, "site": np.zeros(3)}, "'site' has shape"),
         ({"inputs": np.array([{}] * 6), "labels": Y}, "not an .npz or .npy file of plain arrays"),
+        ({"inputs": X, "labels": Y.astype(str).astype(object)}, r"save text as array\.astype\(str\)"),
+        ({"inputs": X, "labels": np.where(Y == 2, np.nan, Y)}, "the label at position 2 is missing"),
         ({"inputs": X, "labels": Y, "classes": np.array(["a", "a", "b"])}, "two classes are called 'a'"),
         ({"inputs": X, "labels": Y, "classes": np.array("abc")}, "'classes' is a single value"),
         ({"inputs": np.float32(1), "labels": Y}, "'inputs' is a single value"),
@@ -244,6 +246,25 @@ def test_own_arrays_that_do_not_fit(tmp_path, arrays, sentence):
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(DataError, match=sentence):
         load(Data(name=str(tmp_path / "a.npz")))
+
+
+class NotAvailable:
+    """As pandas' NA: a comparison with it is neither true nor false."""
+
+    def __ne__(self, other: object) -> NotAvailable:  # type: ignore[override]
+        return self
+
+    def __bool__(self) -> bool:
+        raise TypeError("boolean value of NA is ambiguous")
+
+
+@pytest.mark.parametrize("gap", [None, float("nan"), NotAvailable()])
+def test_a_missing_label_is_refused_and_a_missing_owner_is_called_nothing(gap):
+    names = np.array(["a", "b", gap, "b"], object)
+    with pytest.raises(DataError, match="the label at position 2 is missing"):
+        from_arrays(np.zeros((4, 2)), names)
+    dataset = from_arrays(X[:4], Y[:4] % 2, X[:2], Y[:2], columns={"site": names})
+    assert dataset.train.columns["site"].tolist() == ["a", "b", "", "b"]
 
 
 def test_names_as_pandas_keeps_them_are_names_and_missing_ones_are_empty():

@@ -92,6 +92,7 @@ def test_central_training_is_one_client(tmp_path):
         (["run", "digits", "--data.name", ""], "'data.name' must be a data set's name or a path"),
         (["report", "/nowhere"], "/nowhere"),
         (["run"], "experiment"),
+        (["run", "wards.npz"], "--data.name wards.npz"),
         (["data", "lst"], "fetch"),
         (["demo", "--rounds", "0"], "at least 1"),
         (["compare", "digits", "--seeds", "two"], "--seeds"),

@@ -309,6 +309,42 @@ def test_a_network_that_does_not_fit_its_data_is_refused_beforehand(network, wor
         runner.prepare(small(), model=network)
 
 
+@pytest.mark.parametrize(("key", "argument"), [("data.name", "dataset"), ("model.name", "model")])
+def test_what_was_given_in_python_is_asked_for_again(key, argument):
+    """The configuration of such a run names it, but cannot make it."""
+    with pytest.raises(ConfigError, match=rf"'python:Mine' was given in Python: .*{argument}=\.\.\."):
+        runner.prepare(config.override(small(), {key: "python:Mine"}))
+
+
+def test_what_a_network_of_ones_own_must_do_is_said():
+    with pytest.raises(ConfigError, match=r"tokens reach it as float32: call inputs\.long\(\)"):
+        runner.prepare(small(), model=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Embedding(256, 10)))
+    plain = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    with pytest.raises(ConfigError, match="before \\(logits\\)"):
+        runner.prepare(small(), model=torch.nn.Sequential(plain, torch.nn.Softmax(1)))
+    ones = from_arrays(torch.rand(60, 1, 8, 8), torch.arange(60) % 10 + 1)
+    e = small(data__limit=0, data__test_limit=0)
+    with pytest.raises(ConfigError, match="labels count from 0, and the smallest is 1"):
+        runner.prepare(e, dataset=ones, model=plain)
+
+
+@pytest.mark.parametrize("kind", ["deterministic", "dropout", "flipout", "local", "sample"])
+def test_a_network_of_ones_own_is_judged_and_described_as_what_it_is(kind):
+    """Whatever the experiment says: a point model is asked once, a Bayesian one as often as it is to be."""
+    plain = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), torch.nn.ReLU(), torch.nn.Linear(8, 10))
+    network = plain if kind == "deterministic" else fedbayes.bayesianize(plain, kind)
+    for stated in ("deterministic", "flipout"):
+        assert runner.prepare(small(model__kind=stated), model=network).experiment.model.kind == kind
+
+
+def test_a_network_that_draws_in_its_own_way_keeps_the_kind_it_is_said_to_be():
+    class Drawing(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(torch.nn.functional.dropout(x.flatten(1), 0.5, training=True))
+
+    assert runner.prepare(small(model__kind="dropout"), model=Drawing(64, 10)).experiment.model.kind == "dropout"
+
+
 NORMED = torch.nn.Sequential(
     torch.nn.Flatten(), torch.nn.Linear(64, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 10)
 )

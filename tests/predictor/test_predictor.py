@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -228,6 +229,13 @@ def test_what_is_no_run_gets_one_sentence(run, tmp_path):
         fedbayes.load(copy)
     with pytest.raises(FedBayesError, match="valid are best and final"):
         fedbayes.load(run, "worst")  # type: ignore[arg-type]
+    with pytest.raises(FedBayesError, match=r"^model is of type Own; .*network=\.\.\.$"):
+        fedbayes.load(run, model=Own())  # type: ignore[arg-type]
+    config = (copy / "config.toml").read_text()
+    (copy / "config.toml").write_text(re.sub('name = "mlp"', 'name = "not_here:make"', config))
+    shutil.copy(run / "best.safetensors", copy)
+    with pytest.raises(FedBayesError, match=r"^the run's network cannot be built: .*'not_here' cannot be imported"):
+        fedbayes.load(copy)
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "garbage", "gone"])
@@ -284,6 +292,15 @@ def test_csv_and_json_lines_say_the_same(run, inputs, tmp_path, capsys):
     assert "Accuracy to expect on the rest" in err
     right = np.mean([r["class"] == r["label"] for r in rows])
     assert f"{right * 100:.1f} % right" in err
+
+
+def test_ties_are_said_where_they_decide_who_is_marked(run, inputs, tmp_path, capsys):
+    """One sampled network has no epistemic uncertainty: whichever inputs are marked, it says nothing of them."""
+    np.save(tmp_path / "in.npy", inputs.inputs.numpy())
+    asked = [run, "--input", tmp_path / "in.npy", "--device", "cpu", "--reject", "0.1", "--samples", "1"]
+    assert "But 60 inputs are equally unsure by that" in answer([*asked, "--by", "epistemic"], capsys)[1]
+    assert "equally unsure" not in answer(asked, capsys)[1]
+    assert "equally unsure" not in answer([*asked, "--reject", "0", "--by", "epistemic"], capsys)[1]
 
 
 def test_answers_never_replace_the_inputs(run, inputs, tmp_path):

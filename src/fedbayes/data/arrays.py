@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import DataError, nearest
 from ..numeric import as_numbers
 from ..seeds import numpy_rng
-from .examples import Dataset, Examples, as_text
+from .examples import Dataset, Examples, as_text, is_missing
 from .sources import Request, register_source
 from .splits import group_of, stratified_order
 
@@ -126,6 +126,9 @@ def as_labels(array: Array, what: str) -> np.ndarray:
         y = y[:, 0]
     if y.ndim != 1:
         raise DataError(f"{what}: shape {y.shape} is not one label per example.")
+    absent = next((i for i, label in enumerate(y) if is_missing(label)), None) if y.dtype.kind in "Of" else None
+    if absent is not None:
+        raise DataError(f"{what}: the label at position {absent} is missing; leave out examples without one.")
     if y.dtype.kind == "f":
         if not (np.isfinite(y).all() and (y == np.round(y)).all()):
             raise DataError(f"{what}: classes must be whole numbers or names, not fractions.")
@@ -198,6 +201,8 @@ def read_numpy(path: Path) -> np.ndarray | dict[str, np.ndarray]:
         raise DataError(f"{path}: no such file.") from None
     except Exception as error:  # a damaged file fails wherever its reader stumbles: zlib, tokenize, memory, ...
         why = " ".join(str(error).split())
+        if "Object arrays" in why:
+            why = "it holds Python objects: save text as array.astype(str), numbers as array.astype(float)"
         raise DataError(f"{path} is not an .npz or .npy file of plain arrays ({why}).") from None
 
 

@@ -30,11 +30,19 @@ def as_text(names: np.ndarray, what: str) -> np.ndarray:
     return names
 
 
+def is_missing(value: object) -> bool:
+    """Whether a value stands for none: None, NaN, or pandas' NA, which does not even compare with itself."""
+    try:
+        return value is None or bool(value != value)
+    except TypeError:
+        return True
+
+
 def _as_column(values: np.ndarray, what: str) -> np.ndarray:
     """Return one comparable value per example: numbers, or text in which a missing name is empty."""
     values = np.atleast_1d(values)
     if values.dtype.kind == "O":
-        missing = [v is None or v != v for v in values.flat]
+        missing = [is_missing(v) for v in values.flat]
         if any(isinstance(v, str) for v in values.flat):
             values = np.where(np.reshape(missing, values.shape), "", values)
     values = as_text(values, what)

@@ -95,7 +95,10 @@ def read_csv(path: Path) -> list[Recording]:
     found = {key: next((names[a] for a in aliases if a in names), "") for key, aliases in COLUMNS.items()}
     for key in ("file", "class"):
         if not found[key]:
-            raise DataError(f"{path} has no column '{key}'; its columns are: {', '.join(names)}.")
+            raise DataError(
+                f"{path} has no column '{key}'; its columns are: {', '.join(names)}. A CSV lists recordings; a "
+                "table of your own is given as an .npz file."
+            )
     listed = [(line, _from_row(path, line, row, found)) for line, row in rows]
     _refuse_contradictions(path, listed)
     return list(dict.fromkeys(recording for _, recording in listed))
