@@ -17,6 +17,7 @@ from torch import nn
 from fedbayes.cohort import Assignment
 from fedbayes.data import Examples, Transform
 from fedbayes.engine import LocalCohort, choice
+from fedbayes.engine.lanes import LaneLoop
 from fedbayes.errors import ConfigError, RunError
 from fedbayes.experiment import Engine, Local
 from fedbayes.nn import build, posterior_of
@@ -169,6 +170,35 @@ def test_the_way_is_chosen_by_what_was_measured(monkeypatch, asked, seconds, cho
     other = cohort(asked, model, lanes=0)
     other.restore(side.state())
     assert (other.lanes, other.workers) == chosen
+
+
+@pytest.mark.parametrize(
+    ("speeds", "measured", "chosen"),
+    [
+        ({8: 2.0, 20: 3.0}, [8, 20], 20),
+        ({8: 2.0, 20: 0.6}, [8, 20], 8),  # a processor's caches hold few lanes of a convolutional network
+        ({8: 0.6}, [8], 1),  # more would cost minutes and gigabytes to say the same
+        ({8: 2.0, 20: None}, [8, 20], 8),  # memory does not hold more
+    ],
+)
+def test_few_lanes_are_tried_before_many(monkeypatch, speeds, measured, chosen) -> None:
+    seen = []
+
+    def timed(loop, jobs, **_):
+        if not isinstance(loop, LaneLoop):
+            return 1.0
+        assert len(jobs) == loop.lanes
+        seen.append(loop.lanes)
+        if speeds[loop.lanes] is None:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return 1 / speeds[loop.lanes]
+
+    monkeypatch.setattr(choice, "_known", {})
+    monkeypatch.setattr(choice, "_seconds_per_step", timed)
+    side, model = cohort(1, network(), lanes=0), network()
+    jobs = [side._job(work(model)[0])] * 20
+    assert choice.choose(side.setting, jobs).lanes == chosen
+    assert seen == measured
 
 
 def test_what_a_process_does_once_is_not_measured() -> None:
