@@ -150,7 +150,7 @@ def _write(file: Path, pictures: Tensor, starts: np.ndarray) -> None:
         for left in file.parent.glob("*.part"):  # by a run that was killed, and not by one that is writing now
             if time.time() - left.stat().st_mtime > ABANDONED:
                 left.unlink(missing_ok=True)
-        partial = file.with_name(f"{uuid.uuid4().hex}.part")  # not ``mkstemp``: others who share the cache could not read it
+        partial = file.with_name(f"{uuid.uuid4().hex}.part")  # not ``mkstemp``: others share the cache and must read it
         try:
             with open(partial, "xb") as f:
                 np.savez(f, pictures=pictures.numpy(), starts=starts)
