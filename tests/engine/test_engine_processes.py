@@ -6,6 +6,9 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -125,6 +128,36 @@ def test_processes_stay_for_the_next_round_and_go_with_their_cohort() -> None:
     del side
     gc.collect()
     assert not multiprocessing.active_children()
+
+
+ABANDONED = """
+import os, time, torch, fedbayes
+from fedbayes import config
+parent = os.getpid()
+class Slow(torch.nn.Linear):
+    def forward(self, x):
+        if os.getpid() != parent:
+            os.write(1, b"at work\\n")
+            time.sleep(600)
+        return super().forward(x)
+changes = {"engine.lanes": 1, "engine.workers": 2, "engine.device": "cpu", "partition.clients": 2}
+network = torch.nn.Sequential(torch.nn.Flatten(), Slow(64, 10))
+fedbayes.run(config.override(config.read("digits"), changes), model=network, write=False)
+"""
+
+
+def test_processes_end_with_a_parent_that_is_killed() -> None:
+    """In the middle of a job: they hold its open files, the lock of a run directory that is to be resumed among them."""
+    command = [sys.executable, "-c", ABANDONED]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert parent.stdout is not None
+    try:
+        assert [parent.stdout.readline(), parent.stdout.readline()] == ["at work\n"] * 2
+        parent.kill()
+        parent.communicate(timeout=60)  # until nobody holds the other end
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
 
 
 def test_a_failed_launch_leaves_the_next_one_whole() -> None:
