@@ -6,8 +6,11 @@ import gc
 import multiprocessing
 import os
 import signal
-import time
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from torch import nn
 from fedbayes.cohort import Assignment
 from fedbayes.data import Examples, Transform
 from fedbayes.engine import LocalCohort, choice
+from fedbayes.engine.lanes import LaneLoop
 from fedbayes.errors import ConfigError, RunError
 from fedbayes.experiment import Engine, Local
 from fedbayes.nn import build, posterior_of
@@ -126,6 +130,36 @@ def test_processes_stay_for_the_next_round_and_go_with_their_cohort() -> None:
     assert not multiprocessing.active_children()
 
 
+ABANDONED = """
+import os, time, torch, fedbayes
+from fedbayes import config
+parent = os.getpid()
+class Slow(torch.nn.Linear):
+    def forward(self, x):
+        if os.getpid() != parent:
+            os.write(1, b"at work\\n")
+            time.sleep(600)
+        return super().forward(x)
+changes = {"engine.lanes": 1, "engine.workers": 2, "engine.device": "cpu", "partition.clients": 2}
+network = torch.nn.Sequential(torch.nn.Flatten(), Slow(64, 10))
+fedbayes.run(config.override(config.read("digits"), changes), model=network, write=False)
+"""
+
+
+def test_processes_end_with_a_parent_that_is_killed() -> None:
+    """In the middle of a job: they hold its open files, the lock of a run directory that is to be resumed among them."""
+    command = [sys.executable, "-c", ABANDONED]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert parent.stdout is not None
+    try:
+        assert [parent.stdout.readline(), parent.stdout.readline()] == ["at work\n"] * 2
+        parent.kill()
+        parent.communicate(timeout=60)  # until nobody holds the other end
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+
+
 def test_a_failed_launch_leaves_the_next_one_whole() -> None:
     model = network()
     side = cohort(2, model)
@@ -171,21 +205,50 @@ def test_the_way_is_chosen_by_what_was_measured(monkeypatch, asked, seconds, cho
     assert (other.lanes, other.workers) == chosen
 
 
-def test_what_a_process_does_once_is_not_measured() -> None:
+@pytest.mark.parametrize(
+    ("speeds", "measured", "chosen"),
+    [
+        ({8: 2.0, 20: 3.0}, [8, 20], 20),
+        ({8: 2.0, 20: 0.6}, [8, 20], 8),  # a processor's caches hold few lanes of a convolutional network
+        ({8: 0.6}, [8], 1),  # more would cost minutes and gigabytes to say the same
+        ({8: 2.0, 20: None}, [8, 20], 8),  # memory does not hold more
+    ],
+)
+def test_few_lanes_are_tried_before_many(monkeypatch, speeds, measured, chosen) -> None:
+    seen = []
+
+    def timed(loop, jobs, **_):
+        if not isinstance(loop, LaneLoop):
+            return 1.0
+        assert len(jobs) == loop.lanes
+        seen.append(loop.lanes)
+        if speeds[loop.lanes] is None:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return 1 / speeds[loop.lanes]
+
+    monkeypatch.setattr(choice, "_known", {})
+    monkeypatch.setattr(choice, "_seconds_per_step", timed)
+    side, model = cohort(1, network(), lanes=0), network()
+    jobs = [side._job(work(model)[0])] * 20
+    assert choice.choose(side.setting, jobs).lanes == chosen
+    assert seen == measured
+
+
+def test_what_a_process_does_once_is_not_measured(monkeypatch) -> None:
     """The first lanes of a process import what ``vmap`` needs; counted in, they would look hopeless."""
-    side, launches = cohort(1, network()), []
+    side, launches, now = cohort(1, network()), [], [0.0]
 
     class Loop:
         setting = side.setting
 
         def train(self, jobs):
             launches.append(jobs[0].assignment.steps)
-            if len(launches) == 1:
-                time.sleep(1)
+            now[0] += 1.0 if len(launches) == 1 else 0.05
             return []
 
+    monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     job = side._job(work(network())[0])
-    assert choice._seconds_per_step(Loop(), [job], hopeless=0.01) < 0.1  # type: ignore[arg-type]
+    assert choice._seconds_per_step(Loop(), [job], hopeless=0.01) == pytest.approx(0.01)  # type: ignore[arg-type]
     assert launches == [1, 5, 5, 5]
 
 

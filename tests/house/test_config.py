@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbayes import config
@@ -21,6 +21,7 @@ def test_default_survives_toml():
     assert config.loads(config.dumps(Experiment())) == Experiment()
 
 
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**62),
     lr=st.floats(1e-300, 1e300),

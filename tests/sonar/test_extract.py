@@ -125,6 +125,15 @@ def test_the_cache_gives_the_same_and_is_keyed_by_content_and_settings(tmp_path,
     assert len(decoded) == 3
 
 
+def test_a_shared_cache_is_readable_by_whom_the_umask_lets(tmp_path, write, make_tone):
+    before = os.umask(0o022)
+    try:
+        extract(folder(tmp_path, write, make_tone, 1), make_picture(SONAR), cache=tmp_path / "cache")
+    finally:
+        os.umask(before)
+    assert [f.stat().st_mode & 0o777 for f in (tmp_path / "cache").iterdir()] == [0o644]
+
+
 def test_a_torn_cache_file_is_made_anew(tmp_path, write, make_tone):
     recordings = folder(tmp_path, write, make_tone, 1)
     picture = make_picture(SONAR)

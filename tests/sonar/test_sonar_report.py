@@ -94,6 +94,16 @@ def test_other_runs_have_no_queue(tmp_path):
     assert queue(Run(tmp_path)) is None
 
 
+def test_a_run_that_took_another_s_place_is_shown_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SHOWN", 1)
+    finished(tmp_path)
+    assert queue(Run(tmp_path))
+    finished(tmp_path, picture="demon")
+    page = queue(Run(tmp_path))
+    module._load.cache_clear()
+    assert queue(Run(tmp_path)) == page
+
+
 def test_a_folder_that_has_gone_is_said(tmp_path):
     finished(tmp_path)
     text = (tmp_path / "config.toml").read_text().replace("sonar-synthetic", "deepship")

@@ -11,6 +11,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
+import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -109,19 +111,27 @@ def _work(loop: PlainLoop, taken: Any, line: Connection, parent: int) -> None:
     """Serve launches, in a child, until the parent is gone or hangs up."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handlers are not a child's business
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
     with suppress(EOFError, BrokenPipeError):
-        while os.getppid() == parent:
-            if line.poll(1.0):
-                jobs, order = pickle.loads(line.recv_bytes())
-                _launch(loop, jobs, order, taken, line, parent)
+        while True:
+            jobs, order = pickle.loads(line.recv_bytes())
+            _launch(loop, jobs, order, taken, line)
 
 
-def _launch(
-    loop: PlainLoop, jobs: Sequence[Job], order: Sequence[int], taken: Any, line: Connection, parent: int
-) -> None:
-    """Train jobs until none is left, and say so."""
+def _follow(parent: int) -> None:
+    """End this process when the parent is gone (killed, say), in the middle of a job too.
+
+    It shares the parent's open files: until it ends, the lock of the parent's run directory is held.
+    """
     while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)
+
+
+def _launch(loop: PlainLoop, jobs: Sequence[Job], order: Sequence[int], taken: Any, line: Connection) -> None:
+    """Train jobs until none is left, and say so."""
+    while True:
         with taken.get_lock():
             place, taken.value = taken.value, taken.value + 1
         if place >= len(order):

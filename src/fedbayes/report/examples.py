@@ -35,8 +35,11 @@ class Inputs:
 
 
 @lru_cache(maxsize=4)
-def _load(path: str) -> Inputs:
-    """Load the run's test inputs through its configuration; every reason not to is a sentence, never an error."""
+def _load(path: str, _configuration: str) -> Inputs:
+    """Load the run's test inputs through its configuration; every reason not to is a sentence, never an error.
+
+    The configuration is in the key, since another run may have taken the place of one at the same path.
+    """
     from pathlib import Path
 
     try:
@@ -54,7 +57,7 @@ def _load(path: str) -> Inputs:
 
 def test_inputs(run: Run) -> Inputs:
     """Test inputs of a run in the order of its stored predictions' ``indices``; none where the data are other ones now."""
-    inputs, test = _load(str(run.path.resolve())), run.predictions("test")
+    inputs, test = _load(str(run.path.resolve()), repr(run.config)), run.predictions("test")
     if test is None or inputs.labels is None:
         return inputs
     inside = test.indices < len(inputs.labels)

@@ -55,7 +55,8 @@ class _Material:
 
 
 @lru_cache(maxsize=4)
-def _load(path: str) -> tuple[Experiment, Dataset]:
+def _load(path: str, _configuration: str) -> tuple[Experiment, Dataset]:
+    """Load a run's experiment and data; its configuration is in the key, since another run may have taken its place."""
     experiment = config.read(Path(path) / "config.toml")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of files left out: the run has said so
@@ -68,7 +69,7 @@ def queue(run: Run) -> str | None:
     if test is None or not _is_sonar(run):
         return None
     try:
-        experiment, dataset = _load(str(run.path.resolve()))
+        experiment, dataset = _load(str(run.path.resolve()), repr(run.config))
     except (FedBayesError, OSError) as error:
         return f'<p class="remark">The recordings are not at hand: {html.escape(str(error))}</p>'
     if "recording" not in dataset.test.columns:

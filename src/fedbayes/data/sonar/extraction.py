@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,13 +150,13 @@ def _write(file: Path, pictures: Tensor, starts: np.ndarray) -> None:
         for left in file.parent.glob("*.part"):  # by a run that was killed, and not by one that is writing now
             if time.time() - left.stat().st_mtime > ABANDONED:
                 left.unlink(missing_ok=True)
-        handle, partial = tempfile.mkstemp(dir=file.parent, suffix=".part")
+        partial = file.with_name(f"{uuid.uuid4().hex}.part")  # not ``mkstemp``: others share the cache and must read it
         try:
-            with os.fdopen(handle, "wb") as f:
+            with open(partial, "xb") as f:
                 np.savez(f, pictures=pictures.numpy(), starts=starts)
             os.replace(partial, file)
         except BaseException:
-            Path(partial).unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
             raise
     except OSError:
         return  # a cache that cannot be written costs time, not results
