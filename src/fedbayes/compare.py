@@ -221,7 +221,7 @@ def _cell(row: Row, metric: str) -> str:
 def write_csv(table: Sequence[Row], path: Path) -> None:
     """Write every metric of every row, mean, standard deviation and number of seeds."""
     metrics = sorted({m for r in table for m in r.values})
-    with open(path, "w", newline="") as f:
+    with open(path, "w", newline="", encoding="utf-8") as f:
         out = csv.writer(f)
         out.writerow(["label", "seeds", *(f"{m}{suffix}" for m in metrics for suffix in ("", " sd"))])
         for r in table:

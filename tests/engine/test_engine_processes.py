@@ -209,6 +209,7 @@ def test_the_way_is_chosen_by_what_was_measured(monkeypatch, asked, seconds, cho
     ("speeds", "measured", "chosen"),
     [
         ({8: 2.0, 20: 3.0}, [8, 20], 20),
+        ({8: 2.0, 20: 1.9}, [8, 20], 20),  # nearly equal: no lanes left idle at the end
         ({8: 2.0, 20: 0.6}, [8, 20], 8),  # a processor's caches hold few lanes of a convolutional network
         ({8: 0.6}, [8], 1),  # more would cost minutes and gigabytes to say the same
         ({8: 2.0, 20: None}, [8, 20], 8),  # memory does not hold more

@@ -43,8 +43,8 @@ def choose(setting: Setting, jobs: Sequence[Job]) -> Choice:
 
     Candidates are the plain loop, the plain loop on processes (``engine.workers``, or one for each core where that is left
     open), and one lane a client (at most 128; on a GPU 256, and what its memory holds). On a CPU eight lanes are tried
-    before more, and more only where eight are no slower than the plain loop: they would take minutes and gigabytes to say
-    no. Each trains a few real batches; nothing of it is kept, and the generators' state is untouched. On a CPU a network
+    before more, and more only where eight are no slower than the plain loop (they would take minutes and gigabytes to say
+    no); eight are taken where they are clearly faster than more. Each trains a few real batches; nothing of it is kept, and the generators' state is untouched. On a CPU a network
     that cannot run as lanes (a recurrent one, say) gets the plain loop. Where a GPU's step is to be compiled, lanes are
     taken without measuring, since compiling to find out costs more. The answer is remembered in the process.
     """
@@ -90,6 +90,9 @@ def _measured(setting: Setting, jobs: Sequence[Job], count: int, workers: int) -
     told = [f"{n} lanes train {gain:.2g} times as fast as the plain loop" for (n, _), gain in gains.items() if n > 1]
     told += [refused] if refused else []
     told += [f"{workers} processes {plain / shared:.2g} times"] if workers > 1 else []
+    whole, few = (count, 1), (FEW_LANES, 1)
+    if whole != few and whole in gains and gains.get(few, 0.0) < CLEARLY * gains[whole]:
+        gains.pop(few, None)  # a lane a client: none is left to train at the end with few lanes busy
     best = max(gains, key=lambda way: gains[way])
     if setting.engine.workers < 2 and gains[best] < CLEARLY:
         best = (1, 1)

@@ -96,7 +96,7 @@ class Network:
         else:
             self._certificates = make_certificates(self.folder / "keys")
             connection.append(f'root-certificates = "{self._certificates.authority}"')
-        (self.folder / "home" / "config.toml").write_text("\n".join(connection) + "\n")
+        (self.folder / "home" / "config.toml").write_text("\n".join(connection) + "\n", encoding="utf-8")
 
     @property
     def environment(self) -> dict[str, str]:

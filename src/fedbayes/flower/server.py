@@ -127,7 +127,7 @@ def _write_sizes(path: Path, sizes: Mapping[int, int]) -> None:
     """Correct ``partition.json`` where nodes brought their own data: sizes are known, class counts are not."""
     held = {
         "clients": [{"id": c, "name": f"client {c}", "examples": n, "counts": []} for c, n in sizes.items()],
-        "classes": json.loads((path / "partition.json").read_text())["classes"],
+        "classes": json.loads((path / "partition.json").read_text(encoding="utf-8"))["classes"],
     }
     write_atomically(path / "partition.json", json.dumps(held).encode())
 
