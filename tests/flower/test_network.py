@@ -15,8 +15,9 @@ from flower_cases import small
 from fedbayes import config, runner
 from fedbayes.errors import ConfigError, RunError
 from fedbayes.flower.deploy import Tail, follow, partitioned, read_events, rehearse, with_whole_paths, write_app
-from fedbayes.flower.network import TAG, Network, marked_processes
+from fedbayes.flower.network import Network
 from fedbayes.flower.pki import make_certificates, make_node_key
+from fedbayes.flower.processes import TAG, marked_processes
 from fedbayes.posterior import Posterior
 
 pytestmark = pytest.mark.slow

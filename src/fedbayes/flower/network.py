@@ -7,26 +7,31 @@ one folder (its home, its logs, its database), telemetry and update checks are o
 from __future__ import annotations
 
 import atexit
-import contextlib
-import ctypes
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..errors import RunError
 from .pki import Certificates, make_certificates, make_node_key
-
-TAG = "FEDBAYES_NETWORK"
+from .processes import (
+    TAG,
+    command_of,
+    dying_with_parent,
+    kill,
+    marked_processes,
+    signal_group,
+    signals_deferred,
+    signals_held,
+    wait_all,
+)
 
 
 @dataclass
@@ -203,30 +208,30 @@ class Network:
         """Kill a node and what it runs, at once (SIGKILL), as a power cut would."""
         process = self.nodes[number].process
         if process is not None:
-            _signal_group(process, signal.SIGKILL)
+            signal_group(process, signal.SIGKILL)
             process.wait()
 
     def pause_node(self, number: int) -> None:
         """Stop a node and what it runs without ending them (SIGSTOP): a machine that hangs."""
         process = self.nodes[number].process
         if process is not None:
-            _signal_group(process, signal.SIGSTOP)
+            signal_group(process, signal.SIGSTOP)
 
     def server_apps(self) -> list[int]:
         """Processes in which a ServerApp runs."""
-        return [pid for pid in marked_processes(self.tag) if "flwr-serverapp" in _command_of(pid)]
+        return [pid for pid in marked_processes(self.tag) if "flwr-serverapp" in command_of(pid)]
 
     def kill_server_app(self) -> bool:
         """Kill the process of the ServerApp at once; whether there was one."""
         found = self.server_apps()
         for pid in found:
-            _kill(pid)
+            kill(pid)
         return bool(found)
 
     def kill_superlink(self) -> None:
         """Kill the SuperLink at once; its ServerApp processes follow it by themselves."""
         if self.superlink is not None:
-            _signal_group(self.superlink, signal.SIGKILL)
+            signal_group(self.superlink, signal.SIGKILL)
             self.superlink.wait()
 
     def submit(
@@ -260,24 +265,24 @@ class Network:
             return
         self._stopped = True
         atexit.unregister(self.stop)
-        with _signals_held():
+        with signals_held():
             for process in self._spawned:
-                _signal_group(process, signal.SIGTERM)
-            _wait_all(self._spawned, 3.0)
+                signal_group(process, signal.SIGTERM)
+            wait_all(self._spawned, 3.0)
             for process in self._spawned:
-                _signal_group(process, signal.SIGKILL)
-            _wait_all(self._spawned, 5.0)
+                signal_group(process, signal.SIGKILL)
+            wait_all(self._spawned, 5.0)
             end = time.monotonic() + 10
             while (left := marked_processes(self.tag)) and time.monotonic() < end:
                 for pid in left:
-                    _kill(pid)
+                    kill(pid)
                 time.sleep(0.1)
             shutil.rmtree(self.folder / "keys", ignore_errors=True)
 
     def _spawn(
         self, command: Sequence[str], name: str, environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        with open(self.folder / "logs" / f"{name}.log", "ab") as log, _signals_deferred():
+        with open(self.folder / "logs" / f"{name}.log", "ab") as log, signals_deferred():
             process = subprocess.Popen(
                 command,
                 env={**self.environment, **(environment or {})},
@@ -286,7 +291,7 @@ class Network:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent if _PRCTL is not None and _in_main_thread() else None,
+                preexec_fn=dying_with_parent(),
             )
             self._spawned.append(process)
         return process
@@ -306,104 +311,6 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
-
-
-def marked_processes(tag: str) -> list[int]:
-    """Processes that carry a network's mark in their environment (where ``/proc`` exists), ourselves excluded."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            marked = f"{TAG}={tag}".encode() in (entry / "environ").read_bytes().split(b"\0")
-            alive = marked and (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-        except OSError:
-            continue
-        if alive and int(entry.name) != os.getpid():
-            found.append(int(entry.name))
-    return found
-
-
-def _load_prctl() -> Any:
-    """Linux's ``prctl``, looked up before any fork; None elsewhere."""
-    if not sys.platform.startswith("linux"):
-        return None
-    return getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
-
-
-_PRCTL = _load_prctl()
-_PR_SET_PDEATHSIG = 1
-
-
-def _die_with_parent() -> None:
-    """Between fork and exec: have the kernel end this process with ours, should ours be killed without a word."""
-    _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-def _command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
-
-
-class _signals_held:
-    """Ignore Ctrl-C and SIGTERM for a moment (in the main thread), so that stopping is not itself stopped."""
-
-    def __enter__(self) -> None:
-        self._old: dict[int, object] = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self._old[number] = signal.signal(number, signal.SIG_IGN)
-            except ValueError:  # not the main thread: signals do not arrive here anyway
-                return
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-
-@contextlib.contextmanager
-def _signals_deferred() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP wait until the end of the block (in the main thread).
-
-    Python drops an exception raised inside the callbacks around a fork (``logging`` has some), so a Ctrl-C that
-    arrives just then would be lost; and one that arrives just after would lose the process that was started.
-    """
-    if not _in_main_thread():
-        yield
-        return
-    arrived: list[int] = []
-    old = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    heeded = {n: h for n, h in old.items() if h not in (signal.SIG_IGN, None)}  # None: set by other than Python
-    for number in heeded:
-        signal.signal(number, lambda n, _frame: arrived.append(n))
-    try:
-        yield
-    finally:
-        for number, handler in heeded.items():
-            signal.signal(number, handler)
-        for number in arrived:
-            signal.raise_signal(number)
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)  # each process leads its own session, so its group is its pid
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _wait_all(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, end - time.monotonic()))
 
 
 def _quoted(value: str | int | float) -> str:
