@@ -31,9 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status (0 done, 2 a user's mistake in one sentence, 130 interrupted)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # a terminal without Greek letters gets \u03c3 for sigma, not a traceback
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without Greek letters gets their numbers, no traceback
             stream.reconfigure(errors="backslashreplace")
     try:
         here = os.getcwd()

@@ -180,6 +180,8 @@ def test_the_engine_is_chosen_on_the_command_line_and_changes_no_verdict(tmp_pat
     assert cli.main([*command, "--data-dir", str(data_dir), "--engine.lanes", "7"]) == 0
     assert {(e.engine.compile, e.engine.lanes) for _, e, _ in writer.items} == {(True, 7)}
     assert "overridden" not in capsys.readouterr().out
+    assert cli.main([*command, "--data-dir", str(data_dir), "--engine.precision", "bf16"]) == 0
+    assert "were overridden" in capsys.readouterr().out  # other numbers, not another way to them
     assert cli.main([*command, "--data-dir", str(data_dir), "--rounds", "2"]) == 0
     assert writer.items[-1][1].rounds == 2
     assert "were overridden" in capsys.readouterr().out

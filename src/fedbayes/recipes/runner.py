@@ -84,7 +84,8 @@ def reproduce(
     verdicts = _verdicts(recipe, runs)
     from .page import write_page
 
-    changed = any(not key.startswith("engine.") for key in changes or ())  # the engine changes nothing beyond rounding
+    free = {"engine.device", "engine.lanes", "engine.workers", "engine.compile"}  # how it is computed, not what
+    changed = bool(set(changes or ()) - free)
     page = write_page(recipe, verdicts, runs, skipped, out, changed)
     return Reproduction(recipe, verdicts, runs, page, skipped, changed)
 

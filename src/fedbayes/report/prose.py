@@ -255,9 +255,10 @@ def cards(run: Run) -> list[tuple[str, str, str]]:
     test = run.predictions("test")
     n = test.probabilities.shape[1] if test else int(run.evaluations()[-1].get("examples", 0))
     accuracy = m.get("accuracy", math.nan)
-    independent = _recordings(run) or n  # segments of one recording repeat each other
+    recordings = _recordings(run)
+    independent = recordings or n  # segments of one recording repeat each other
     low, high = interval(accuracy, independent) if independent and math.isfinite(accuracy) else (math.nan, math.nan)
-    units = plural(independent, "recording" if _recordings(run) else "input")
+    units = plural(independent, "recording" if recordings else "input")
     sure = f"{low * 100:.1f} to {high * 100:.1f} %: 95 % interval from {units}" if math.isfinite(low) else ""
     rows = [
         ("Accuracy", f"{figure(accuracy, 100)} %", sure),
